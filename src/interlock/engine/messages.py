@@ -1,0 +1,145 @@
+"""Messages between the front end (HTTP, tokenisation) and the schedulers, as msgspec structs over ZeroMQ.
+
+One front-end process talks to one scheduler for each attention-data-parallel replica.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of one request are chosen and when it ends.
+
+    Text-level fields (``stop``, ``skip_special_tokens``, ``include_stop_str_in_output``) are used by the
+    front end; everything else by the scheduler and the sampler.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 keeps the whole vocabulary.
+        logprobs: None gives none; an integer gives the chosen token's and that many top alternatives.
+        prompt_logprobs: the same for the prompt's tokens (the first has none).
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token and the best alternatives, ``top`` as (token id, log-probability)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
+    """Generate from ``token_ids``. ``sampling.n`` is 1 here: the front end expands n > 1."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+
+
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    request_id: str
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag="flush"):
+    """Drop every cached prefix that no running request uses."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    pass
+
+
+ToEngine = AddRequest | AbortRequest | FlushCache | Shutdown
+
+
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="delta"):
+    """What one step added to one request.
+
+    Attributes:
+        token_ids: new tokens; a matched stop token or end-of-sequence token is included.
+        logprobs: one entry for each new token when they were asked for.
+        prompt_logprobs: sent once, with the first delta; entry 0 (the first prompt token) is None.
+        finish_reason: None while running, else "stop", "length", "abort" or "error".
+        stop_token_id: the token that ended the request, when a token did.
+        error: message for "error".
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Counters of one scheduler. Plain counts unless the name says otherwise; ``*_total`` only grow."""
+
+    replica: int = 0
+    running: int = 0
+    waiting: int = 0
+    full_pages: int = 0
+    full_pages_free: int = 0
+    full_pages_cached: int = 0
+    window_pages: int = 0
+    window_pages_free: int = 0
+    window_pages_cached: int = 0
+    prompt_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    prefix_queries_total: int = 0
+    prefix_hits_total: int = 0
+    retractions_total: int = 0
+    aborts_total: int = 0
+    steps_prefill_total: int = 0
+    steps_decode_total: int = 0
+
+
+class EngineOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
+    """Everything one step of one scheduler has to say; also sent as a heartbeat when idle."""
+
+    replica: int = 0
+    deltas: tuple[TokenDelta, ...] = ()
+    stats: SchedulerStats = SchedulerStats()
+
+
+class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """A rank is built and warmed up. ``receipts``: plan item -> what this rank observed."""
+
+    rank: int
+    receipts: dict[str, object]
+
+
+class RankFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """A rank raised; ``error`` is one line, ``details`` the traceback for the log."""
+
+    rank: int
+    error: str
+    details: str = ""
+
+
+FromEngine = EngineOutputs | RankReady | RankFailed

@@ -1,0 +1,143 @@
+"""The compute kernels that the layers call, as one interface with one implementation a device.
+
+Every implementation computes what ``kernels/torch_reference.py`` computes. Promises of every
+implementation that declares ``row_invariant``: the bits of one output row depend on that row's inputs
+and on the weights only (not on the number of rows, on the row's place, on the number of threads, on how a
+prompt was cut into chunks, or on which slice of the output columns this rank holds).
+
+Legend: n rows, s sequences, K input width, N output width, nh query heads, kvh key-value heads,
+hd query/key head size, vd value head size, E local experts, i expert width, h hidden size, R expert rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A linear weight [N, K] in the layout an implementation likes; ``data`` is its own business."""
+
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    data: Any
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """E experts: gate_up [E, 2i, h] (gate rows first) and down [E, h, i], packed."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: torch.dtype
+    data: Any
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Which row of the input each expert computes, and where its result goes.
+
+    Attributes:
+        offsets: int64 [E + 1]; rows of local expert e are ``offsets[e] : offsets[e + 1]`` of the lists below.
+        source: int64 [R], row of the input.
+        target: int64 [R], row of the output, all distinct.
+        weight: float32 [R], factor applied to the result in the epilogue (1 where none is wanted).
+    """
+
+    offsets: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
+    weight: torch.Tensor
+
+
+class Kernels(Protocol):
+    """Compute kernels of one device. Row strides of inputs may be larger than the row; last dim is dense."""
+
+    name: str
+    row_invariant: bool
+
+    def pack_linear(self, weight: torch.Tensor) -> PackedWeight:
+        """Pack [N, K] float32 or bfloat16; may free nothing of its input."""
+
+    def linear(
+        self, x: torch.Tensor, weight: PackedWeight, *, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """x [n, K] times the transposed weight -> [n, N]; float32 accumulation, rounded once to
+        ``out_dtype`` (default: x's dtype). x and weight may differ in dtype (float32 or bfloat16 each)."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [..., h] * rsqrt(mean(x^2) + eps) computed in float32, rounded to x's dtype, times weight [h]."""
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual' = x + residual (in their dtype); returns (rms_norm(residual'), residual')."""
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [n, 2i] -> silu(gate) * up, [n, i]; float32 inside, rounded once."""
+
+    def rope_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
+        value_scale: float,
+    ) -> torch.Tensor:
+        """Rotate q and k (half-split style, first r channels), scale v, write k and v to the cache.
+
+        q [n, nh, hd], k [n, kvh, hd], v [n, kvh, vd]; positions int64 [n]; cos_sin float32 [max_pos, r]
+        (cos of the r/2 frequencies, then sin); k_cache [pages, page_size, kvh, hd], v_cache
+        [pages, page_size, kvh, vd]; slots int64 [n], -1 writes nothing. Returns the rotated q, [n, nh, hd].
+        """
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        *,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_table: torch.Tensor,
+        query_start: torch.Tensor,
+        kv_len: torch.Tensor,
+        scale: float,
+        window: int | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Causal attention of q [n, nh, hd] over paged keys and values -> [n, nh, vd].
+
+        Token t of sequence i has position ``kv_len[i] - (query_start[i+1] - query_start[i]) + t`` and sees
+        keys at positions <= its own, and > its own - window when ``window`` is given (so ``window`` keys
+        including itself). q head j reads kv head j // (nh / kvh). ``sinks`` float32 [nh] is one more logit
+        a head, unscaled, without a value. page_table int32 [s, P] by absolute page index; entries behind the
+        window may be -1 and are never read. Softmax in float32. Rows at or beyond query_start[-1]
+        (padding) give zeros.
+        """
+
+    def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
+        """Pack gate_up [E, 2i, h] and down [E, h, i]."""
+
+    def expert_mlp(
+        self, x: torch.Tensor, experts: PackedExperts, rows: ExpertRows, out: torch.Tensor
+    ) -> None:
+        """out[target] = weight * down_e(silu(gate_e x[source]) * up_e x[source]) for every listed row.
+
+        x [*, h]; out [*, h] float32 or x's dtype; rows of ``out`` that no target names stay untouched.
+        Accumulates in float32; the intermediate activation is rounded to x's dtype.
+        """
+
+    def sum_lanes(self, rows: torch.Tensor, ids: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        """rows [n, k, h], ids int64 [n, k] -> [n, h]: sum over lanes in ascending lane order in float32,
+        lanes with id -1 skipped (their rows may hold anything), rounded once to ``out_dtype``."""

@@ -1,0 +1,127 @@
+"""The launch plan: the frozen result of resolving options x model card x machine facts.
+
+It is the only thing that the engine reads. Every field of ``LaunchPlan`` is a plan item; ``provenance``
+says who set it and why, and every item that the engine acts on ends in a receipt of the same name.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from interlock.plan.card import ModelCard
+
+
+class Source(StrEnum):
+    """Who set a plan item."""
+
+    DEFAULT = "default"
+    USER = "user"
+    RULE = "rule"
+    MODEL = "model"
+
+
+class Provenance(msgspec.Struct, frozen=True):
+    """Why an item has its value. ``reason`` is one sentence; for a user's value it names flag, file or variable."""
+
+    source: Source
+    reason: str
+
+
+class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes a rank will hold, as the planner computes them (the largest rank)."""
+
+    weights: int
+    kv_full: int
+    kv_window: int
+    a2a_buffers: int
+    activations: int
+    available: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_full + self.kv_window + self.a2a_buffers + self.activations
+
+
+class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the engine needs to know. Sizes are in tokens, pages or bytes as their names say.
+
+    Attributes:
+        model_path: folder of the checkpoint.
+        load_format: "safetensors" or "dummy".
+        qkv_layout: row order of a fused qkv tensor: "auto", "plain" or "chunked".
+        dtype: dtype of activations and of weights that are not quantised: "float32" or "bfloat16".
+        kv_cache_dtype: "float32" or "bfloat16" (or "fp8_e4m3" where a device supports it).
+        device: "cpu" or "cuda".
+        kernels: name of the kernel set ("cpu", "torch", ...).
+        threads: intra-op threads of each rank.
+        tp_size: ranks in the world.
+        ep_size: expert-parallel ranks; experts are sliced over tp_size / ep_size ranks.
+        attn_dp_size: attention replicas; attention tensor parallelism is tp_size / attn_dp_size.
+        moe_layout_prefill, moe_layout_decode: layout of dispatched rows for each phase.
+        moe_prefill_capacity, moe_decode_capacity: T, tokens that one rank may dispatch in one step.
+        moe_buffer_bytes: bytes that the dispatcher reserves on a rank.
+        max_running_requests: requests decoding at once, for each replica.
+        chunked_prefill_size: tokens of one prefill step, for each replica.
+        full_pages, window_pages: pages in each page space, for each replica.
+        sliding_window_extra: 0 reads a window of W as W keys including the token, 1 as W + 1.
+        stall_timeout: seconds after which a silent rank ends the server.
+        dist_init: host:port of the ranks' rendezvous, "" for a free local port.
+    """
+
+    model: str
+    model_path: str
+    model_family: str
+    card: ModelCard
+    served_model_name: str
+    load_format: str
+    qkv_layout: str
+    dtype: str
+    kv_cache_dtype: str
+    device: str
+    kernels: str
+    threads: int
+    seed: int
+
+    tp_size: int
+    ep_size: int
+    attn_dp_size: int
+    nnodes: int
+    node_rank: int
+    dist_init: str
+
+    moe_a2a_backend: str
+    moe_runner_backend: str
+    moe_layout_prefill: str
+    moe_layout_decode: str
+    moe_prefill_capacity: int
+    moe_decode_capacity: int
+    moe_buffer_bytes: int
+    deterministic: bool
+
+    max_model_len: int
+    max_running_requests: int
+    chunked_prefill_size: int
+    page_size: int
+    full_pages: int
+    window_pages: int
+    prefix_cache: bool
+    sliding_window_extra: int
+
+    host: str
+    port: int
+    api_key_set: bool
+    stall_timeout: float
+    log_level: str
+
+    memory: MemoryEstimate
+    provenance: dict[str, Provenance]
+
+    @property
+    def attn_tp_size(self) -> int:
+        return self.tp_size // self.attn_dp_size
+
+    @property
+    def experts_tp_size(self) -> int:
+        return self.tp_size // self.ep_size
