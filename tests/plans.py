@@ -1,0 +1,67 @@
+"""Launch plans for tests: every field with a sane value for one process on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from interlock.plan.card import ModelCard
+from interlock.plan.launch_plan import LaunchPlan, MemoryEstimate
+
+
+def make_plan(card: ModelCard, **overrides: Any) -> LaunchPlan:
+    """A LaunchPlan for ``card`` with the torch kernels, float32 and one rank; ``overrides`` replace fields.
+
+    ``model_path`` may be given as a Path. Provenance is empty: tests that need it go through the planner.
+    """
+    fields: dict[str, Any] = {
+        "model": "test",
+        "model_path": "",
+        "model_family": card.family,
+        "card": card,
+        "served_model_name": "test",
+        "load_format": "safetensors",
+        "qkv_layout": "auto",
+        "dtype": "float32",
+        "kv_cache_dtype": "float32",
+        "device": "cpu",
+        "kernels": "torch",
+        "threads": 1,
+        "seed": 0,
+        "tp_size": 1,
+        "ep_size": 1,
+        "attn_dp_size": 1,
+        "nnodes": 1,
+        "node_rank": 0,
+        "dist_init": "",
+        "moe_a2a_backend": "none",
+        "moe_runner_backend": "torch",
+        "moe_layout_prefill": "replicated",
+        "moe_layout_decode": "replicated",
+        "moe_prefill_capacity": 256,
+        "moe_decode_capacity": 16,
+        "moe_buffer_bytes": 0,
+        "deterministic": False,
+        "max_model_len": min(card.max_position, 512),
+        "max_running_requests": 16,
+        "chunked_prefill_size": 256,
+        "page_size": 16,
+        "full_pages": 64,
+        "window_pages": 64,
+        "prefix_cache": True,
+        "sliding_window_extra": 0,
+        "host": "127.0.0.1",
+        "port": 0,
+        "api_key_set": False,
+        "stall_timeout": 60.0,
+        "log_level": "warning",
+        "memory": MemoryEstimate(
+            weights=0, kv_full=0, kv_window=0, a2a_buffers=0, activations=0, available=1 << 34
+        ),
+        "provenance": {},
+    }
+    unknown = overrides.keys() - fields.keys()
+    if unknown:
+        raise TypeError(f"not fields of LaunchPlan: {sorted(unknown)}")
+    fields.update(overrides)
+    fields["model_path"] = str(fields["model_path"])
+    return LaunchPlan(**fields)
