@@ -1,0 +1,47 @@
+"""Groups over torch.distributed (gloo on a CPU, NCCL on GPUs)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+class TorchGroup:
+    """A ``Group`` backed by a torch process group.
+
+    Args:
+        process_group: the torch process group; also used directly by backends that need other collectives.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)
+        self.global_ranks = tuple(dist.get_process_group_ranks(process_group))
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(tensor, group=self.process_group)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        flat = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+        dist.all_gather_into_tensor(flat, tensor, group=self.process_group)
+        if dim == 0:
+            return flat
+        return torch.cat(flat.chunk(self.size), dim=dim)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.process_group.name() == "gloo" or tensor.device.type == "cpu":
+            reduced = self.all_reduce(tensor.clone())
+            return reduced.chunk(self.size)[self.rank].contiguous()
+        part = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+        dist.reduce_scatter_tensor(part, tensor.contiguous(), group=self.process_group)
+        return part
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        dist.broadcast(tensor, src=self.global_ranks[source], group=self.process_group)
+        return tensor
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.process_group)
