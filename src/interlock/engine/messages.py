@@ -71,7 +71,11 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     pass
 
 
-ToEngine = AddRequest | AbortRequest | FlushCache | Shutdown
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """Another replica got work: take part in its steps without waiting for the next idle tick."""
+
+
+ToEngine = AddRequest | AbortRequest | FlushCache | Shutdown | Wake
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="delta"):
@@ -84,6 +88,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         finish_reason: None while running, else "stop", "length", "abort" or "error".
         stop_token_id: the token that ended the request, when a token did.
         error: message for "error".
+        queue_seconds: sent once, with the first delta: from arrival at the scheduler to first admission.
     """
 
     request_id: str
@@ -95,6 +100,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: str | None = None
+    queue_seconds: float | None = None
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -135,11 +141,28 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class RankFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """A rank raised; ``error`` is one line, ``details`` the traceback for the log."""
+    """A rank raised; ``error`` is one line, ``details`` the traceback for the log.
+
+    ``is_consequence``: the error says that a peer is gone, so another rank failed first.
+    """
 
     rank: int
     error: str
     details: str = ""
+    is_consequence: bool = False
 
 
-FromEngine = EngineOutputs | RankReady | RankFailed
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
+    """A sign of life from a rank's side thread.
+
+    ``iteration`` counts turns of the rank's loop. ``activity`` is what the loop is doing: "loading",
+    "idle", "waiting for ranks" or "computing"; ``activity_seconds`` for how long.
+    """
+
+    rank: int
+    iteration: int
+    activity: str
+    activity_seconds: float
+
+
+FromEngine = EngineOutputs | RankReady | RankFailed | Heartbeat
