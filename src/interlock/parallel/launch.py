@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,30 +13,43 @@ from interlock.parallel.topology import Groups, build_groups
 from interlock.parallel.torch_group import TorchGroup
 
 
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """A rank's place in the world and the store through which ranks find each other.
+
+    ``store`` is None in a world of one. ``timeout`` in seconds is also that of every collective.
+    """
+
+    rank: int
+    size: int
+    timeout: float
+    store: dist.Store | None
+
+    @staticmethod
+    def open(address: str, *, rank: int, size: int, timeout: float) -> Rendezvous:
+        """Connect to the store at ``address`` (host:port), which rank 0 hosts."""
+        if size == 1:
+            return Rendezvous(rank=rank, size=size, timeout=timeout, store=None)
+        host, _, port = address.rpartition(":")
+        store = dist.TCPStore(
+            host, int(port), size, is_master=rank == 0, timeout=timedelta(seconds=timeout)
+        )
+        return Rendezvous(rank=rank, size=size, timeout=timeout, store=store)
+
+
 @contextmanager
 def joined_world(
-    *,
-    rank: int,
-    tp_size: int,
-    attn_dp_size: int,
-    ep_size: int,
-    init_method: str,
-    backend: str,
-    timeout: float,
+    rendezvous: Rendezvous, *, attn_dp_size: int, ep_size: int, backend: str
 ) -> Iterator[Groups]:
-    """Join the world and leave it at the end.
-
-    Args:
-        init_method: torch's rendezvous, such as ``tcp://127.0.0.1:29500``.
-        backend: "gloo" or "nccl".
-        timeout: seconds that a collective may take before it raises.
-    """
-    if tp_size == 1:
+    """Join the world and leave it at the end. ``backend`` is "gloo" or "nccl"."""
+    if rendezvous.store is None:
         yield Groups.single()
         return
-    limit = timedelta(seconds=timeout)
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=tp_size, timeout=limit)
-    world = tuple(range(tp_size))
+    limit = timedelta(seconds=rendezvous.timeout)
+    dist.init_process_group(
+        backend, store=rendezvous.store, rank=rendezvous.rank, world_size=rendezvous.size, timeout=limit
+    )
+    world = tuple(range(rendezvous.size))
 
     def new_group(ranks: tuple[int, ...]) -> TorchGroup:
         if ranks == world:
@@ -44,7 +58,11 @@ def joined_world(
 
     try:
         yield build_groups(
-            rank=rank, tp_size=tp_size, attn_dp_size=attn_dp_size, ep_size=ep_size, new_group=new_group
+            rank=rendezvous.rank,
+            tp_size=rendezvous.size,
+            attn_dp_size=attn_dp_size,
+            ep_size=ep_size,
+            new_group=new_group,
         )
     finally:
         dist.destroy_process_group()

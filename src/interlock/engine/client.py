@@ -1,0 +1,250 @@
+"""The front end's handle on a running engine: starts the ranks, streams tokens, notices death and stalls."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from interlock.engine.endpoints import (
+    Endpoints,
+    free_ports,
+    local_endpoints,
+    network_endpoints,
+    socket_directory,
+)
+from interlock.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineOutputs,
+    FlushCache,
+    FromEngine,
+    Heartbeat,
+    RankFailed,
+    RankReady,
+    SchedulerStats,
+    Shutdown,
+    TokenDelta,
+    ToEngine,
+    Wake,
+)
+from interlock.engine.rank_processes import RankProcesses
+from interlock.engine.supervisor import Pulse, Verdict
+from interlock.errors import EngineDeadError, StartupError
+from interlock.plan.launch_plan import LaunchPlan
+from interlock.plan.receipts import check
+
+WATCH_SECONDS = 0.1
+EVIDENCE_SECONDS = 0.5
+
+
+class Engine:
+    """An engine that serves requests; see ``EngineClient`` for the promises of its methods.
+
+    Use ``await Engine.start(plan)``; all methods belong to the event loop that started it.
+
+    Attributes:
+        plan: the launch plan.
+        receipts: rank -> plan item -> what that rank observed, complete once started.
+    """
+
+    def __init__(self, plan: LaunchPlan, endpoints: Endpoints, ranks: RankProcesses, directory: Path) -> None:
+        self.plan = plan
+        self.receipts: dict[int, dict[str, object]] = {}
+        self._ranks = ranks
+        self._directory = directory
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._context = zmq.asyncio.Context()
+        self._inputs = [self._bind(zmq.PUSH, address) for address in endpoints.inputs]
+        self._outputs = self._bind(zmq.PULL, endpoints.outputs)
+        self._queues: dict[str, asyncio.Queue[TokenDelta | EngineDeadError]] = {}
+        self._replica_of: dict[str, int] = {}
+        self._load = [0] * plan.attn_dp_size
+        self._stats = [SchedulerStats(replica=replica) for replica in range(plan.attn_dp_size)]
+        self._verdict = Verdict()
+        self._pulse = Pulse(range(plan.tp_size), plan.stall_timeout)
+        self._failure: str | None = None
+        self._closing = False
+        self._all_ready = asyncio.Event()
+        self._dead = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @staticmethod
+    async def start(
+        plan: LaunchPlan, *, rendezvous: str | None = None, local_ranks: range | None = None
+    ) -> Engine:
+        """Start the ranks of this node and wait until every rank is ready and its receipts agree.
+
+        Args:
+            rendezvous: host:port of the ranks' store; by default a free port of this machine.
+            local_ranks: ranks to start here; by default all.
+
+        Raises:
+            StartupError: a rank failed, or a plan item has a missing or differing receipt.
+        """
+        directory = socket_directory()
+        local_ranks = local_ranks or range(plan.tp_size)
+        if len(local_ranks) == plan.tp_size:
+            endpoints = local_endpoints(plan.attn_dp_size, directory)
+        else:
+            assert rendezvous is not None
+            endpoints = network_endpoints(plan.attn_dp_size, rendezvous.rpartition(":")[0])
+        rendezvous = rendezvous or f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
+        ranks = RankProcesses(plan, local_ranks, rendezvous=rendezvous, endpoints=endpoints)
+        engine = Engine(plan, endpoints, ranks, directory)
+        engine._tasks = [asyncio.create_task(engine._receive()), asyncio.create_task(engine._watch())]
+        try:
+            await engine._until_ready()
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    async def stream(self, request: AddRequest) -> AsyncIterator[TokenDelta]:
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
+        queue: asyncio.Queue[TokenDelta | EngineDeadError] = asyncio.Queue()
+        replica = min(range(len(self._load)), key=self._load.__getitem__)
+        self._queues[request.request_id] = queue
+        self._replica_of[request.request_id] = replica
+        self._load[replica] += 1
+        try:
+            await self._submit(replica, request)
+            while True:
+                item = await queue.get()
+                if isinstance(item, EngineDeadError):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            self._forget(request.request_id)
+
+    async def abort(self, request_id: str) -> None:
+        replica = self._replica_of.get(request_id)
+        if replica is not None:
+            await self._send(replica, AbortRequest(request_id=request_id))
+
+    async def flush_cache(self) -> None:
+        for replica in range(len(self._inputs)):
+            await self._send(replica, FlushCache())
+
+    def health(self) -> str | None:
+        return self._failure
+
+    def stats(self) -> tuple[SchedulerStats, ...]:
+        return tuple(self._stats)
+
+    async def wait_dead(self) -> str:
+        """Wait for the end of the engine; returns its first error, "" when it was closed."""
+        await self._dead.wait()
+        return self._failure or ""
+
+    def process_ids(self) -> dict[int, int]:
+        """Rank -> process id of the ranks of this node."""
+        return self._ranks.process_ids()
+
+    async def close(self) -> None:
+        """Stop the ranks and free sockets; idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._failure is None and self._all_ready.is_set():
+            for replica in range(len(self._inputs)):
+                with suppress(zmq.ZMQError):
+                    await asyncio.wait_for(self._send(replica, Shutdown()), timeout=1)
+            await asyncio.to_thread(self._ranks.wait, 3.0)
+        await asyncio.to_thread(self._ranks.close)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_requests("the server is shutting down")
+        self._dead.set()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _submit(self, replica: int, request: AddRequest) -> None:
+        await self._send(replica, request)
+        for other in range(len(self._inputs)):
+            if other != replica:
+                await self._send(other, Wake())
+
+    async def _send(self, replica: int, message: ToEngine) -> None:
+        await self._inputs[replica].send(self._encoder.encode(message))
+
+    def _forget(self, request_id: str) -> None:
+        replica = self._replica_of.pop(request_id, None)
+        self._queues.pop(request_id, None)
+        if replica is not None:
+            self._load[replica] -= 1
+
+    async def _receive(self) -> None:
+        while True:
+            self._handle(self._decoder.decode(await self._outputs.recv()))
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case EngineOutputs():
+                self._stats[message.replica] = message.stats
+                for delta in message.deltas:
+                    queue = self._queues.get(delta.request_id)
+                    if queue is not None:
+                        queue.put_nowait(delta)
+            case Heartbeat():
+                self._pulse.note(message)
+            case RankReady():
+                self.receipts[message.rank] = message.receipts
+                if len(self.receipts) == self.plan.tp_size:
+                    self._all_ready.set()
+            case RankFailed():
+                self._verdict.failures.append(message)
+
+    async def _watch(self) -> None:
+        """Turn the first sign of trouble into a verdict, after a moment in which more may be told."""
+        while not self._closing:
+            await asyncio.sleep(WATCH_SECONDS)
+            self._verdict.exits = self._ranks.exits()
+            self._verdict.stalls = self._pulse.stalled()
+            if self._verdict.has_evidence and not self._closing:
+                await asyncio.sleep(EVIDENCE_SECONDS)
+                self._verdict.exits = self._ranks.exits()
+                await self._die(self._verdict.first_error())
+                return
+
+    async def _die(self, reason: str) -> None:
+        self._failure = reason
+        self._fail_requests(reason)
+        self._dead.set()
+        await asyncio.to_thread(self._ranks.close)
+
+    def _fail_requests(self, reason: str) -> None:
+        for queue in self._queues.values():
+            queue.put_nowait(EngineDeadError(reason))
+
+    async def _until_ready(self) -> None:
+        ready, dead = (asyncio.create_task(e.wait()) for e in (self._all_ready, self._dead))
+        _, pending = await asyncio.wait({ready, dead}, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        if self._failure is not None:
+            raise StartupError(f"the engine did not start\n{self._failure}")
+        mismatches = check(self.plan, self.receipts)
+        if mismatches:
+            raise StartupError("\n".join(str(mismatch) for mismatch in mismatches))
+
+    def _bind(self, kind: int, address: str) -> zmq.asyncio.Socket:
+        socket: zmq.asyncio.Socket = self._context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(address)
+        return socket
+
+

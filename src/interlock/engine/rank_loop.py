@@ -1,0 +1,217 @@
+"""The loop of a rank: agree on the step, run it, tell what it made.
+
+The leader of a replica (attention-TP rank 0) owns its scheduler. Each turn it reads requests, agrees with
+the leaders of the other replicas on the phase, and sends the step to the followers of its own replica.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import torch
+import zmq
+
+from interlock.engine.batch import Batch, decode_arrays, encode_arrays
+from interlock.engine.heartbeat import Activity
+from interlock.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineOutputs,
+    FlushCache,
+    Shutdown,
+    TokenDelta,
+    ToEngine,
+    Wake,
+)
+from interlock.engine.model_runner import ModelRunner
+from interlock.engine.sampler import Sampler
+from interlock.engine.scheduler import Scheduler
+from interlock.moe.terms import Phase
+from interlock.parallel.group import Group
+
+IDLE_POLL_MS = 500
+FIRST_FRAME_BYTES = 8192
+_LENGTH = struct.Struct("<q")
+_STOP, _TICK = -1, -2
+
+
+class StepChannel:
+    """The step of the leader, broadcast to the followers of its replica as bytes.
+
+    One broadcast of a fixed frame carries the length and small steps; larger ones need a second.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._frame = torch.zeros(FIRST_FRAME_BYTES, dtype=torch.uint8)
+
+    def send(self, payload: bytes | None, *, stop: bool = False) -> None:
+        """Send a step, ``None`` for a turn without a step, or the order to stop."""
+        if self._group.size == 1:
+            return
+        body = payload or b""
+        length = _STOP if stop else _TICK if payload is None else len(body)
+        head = _LENGTH.pack(length) + body[: FIRST_FRAME_BYTES - _LENGTH.size]
+        self._frame[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        self._group.broadcast(self._frame)
+        rest = body[FIRST_FRAME_BYTES - _LENGTH.size :]
+        if rest:
+            self._group.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
+
+    def receive(self) -> bytes | None | StopIteration:
+        """The leader's next step, ``None`` for a turn without one, a ``StopIteration`` at the end."""
+        frame = self._group.broadcast(self._frame).numpy().tobytes()
+        (length,) = _LENGTH.unpack_from(frame)
+        if length == _STOP:
+            return StopIteration()
+        if length == _TICK:
+            return None
+        body = frame[_LENGTH.size : _LENGTH.size + length]
+        missing = length - len(body)
+        if missing:
+            rest = torch.empty(missing, dtype=torch.uint8)
+            body += self._group.broadcast(rest).numpy().tobytes()
+        return body
+
+
+class FollowerLoop:
+    """Runs the steps of its replica's leader."""
+
+    def __init__(self, runner: ModelRunner, channel: StepChannel, activity: Activity) -> None:
+        self._runner = runner
+        self._channel = channel
+        self._activity = activity
+
+    def run(self) -> None:
+        while True:
+            self._activity.enter("waiting for ranks")
+            message = self._channel.receive()
+            if isinstance(message, StopIteration):
+                return
+            self._activity.next_iteration()
+            if message is not None:
+                self._activity.enter("computing")
+                self._runner.follow(decode_arrays(message))
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What the leaders of all replicas agreed on for one turn."""
+
+    phase: Phase | None
+    stop: bool
+
+
+class LeaderLoop:
+    """Schedules, runs and reports the steps of one replica."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        channel: StepChannel,
+        activity: Activity,
+        inputs: zmq.Socket[bytes],
+        outputs: zmq.Socket[bytes],
+        replicas: Group,
+    ) -> None:
+        self._runner = runner
+        self._channel = channel
+        self._activity = activity
+        self._inputs = inputs
+        self._outputs = outputs
+        self._replicas = replicas
+        self._scheduler = Scheduler(runner.plan)
+        self._sampler = Sampler()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._early: list[TokenDelta] = []
+        self._stop = False
+        self._last_phase: Phase | None = None
+
+    def run(self) -> None:
+        while True:
+            self._read_inputs()
+            self._activity.enter("waiting for ranks")
+            agreement = self._agree()
+            self._activity.next_iteration()
+            if agreement.stop:
+                self._channel.send(None, stop=True)
+                return
+            self._last_phase = agreement.phase
+            if agreement.phase is None:
+                self._channel.send(None)
+                self._report(self._early)
+                self._early = []
+                continue
+            self._step(agreement.phase)
+
+    def _step(self, phase: Phase) -> None:
+        self._activity.enter("computing")
+        batch = self._scheduler.schedule(phase) or self._scheduler.idle_step(phase)
+        if self._channel_is_shared:
+            self._channel.send(encode_arrays(batch.arrays))
+        hidden = self._runner.forward(batch.arrays)
+        deltas = self._finish(batch, hidden)
+        self._report(self._early + deltas)
+        self._early = []
+
+    @property
+    def _channel_is_shared(self) -> bool:
+        return self._runner.groups.attn_tp.size > 1
+
+    def _finish(self, batch: Batch, hidden: torch.Tensor) -> list[TokenDelta]:
+        sampled = self._sampler.sample_step(batch, hidden, self._runner.logits)
+        return self._scheduler.commit(batch, sampled)
+
+    def _agree(self) -> Agreement:
+        wanted = self._scheduler.wanted()
+        if self._replicas.size == 1:
+            return Agreement(phase=wanted.phase, stop=self._stop)
+        mine = torch.tensor(
+            [wanted.phase == Phase.PREFILL, wanted.phase == Phase.DECODE, self._stop], dtype=torch.int32
+        )
+        everyone = self._replicas.all_gather(mine).view(self._replicas.size, 3).amax(0).tolist()
+        any_prefill, any_decode, stop = (bool(flag) for flag in everyone)
+        return Agreement(phase=self._choose(any_prefill, any_decode), stop=stop)
+
+    def _choose(self, any_prefill: bool, any_decode: bool) -> Phase | None:
+        """Alternate when both are wanted; the same on every replica since all saw the same turns."""
+        if any_prefill and any_decode:
+            return Phase.DECODE if self._last_phase == Phase.PREFILL else Phase.PREFILL
+        if any_prefill:
+            return Phase.PREFILL
+        return Phase.DECODE if any_decode else None
+
+    def _report(self, deltas: list[TokenDelta]) -> None:
+        outputs = EngineOutputs(
+            replica=self._replicas.rank, deltas=tuple(deltas), stats=self._scheduler.stats()
+        )
+        self._outputs.send(self._encoder.encode(outputs), copy=False)
+
+    def _read_inputs(self) -> None:
+        every_replica_was_idle = self._last_phase is None
+        if every_replica_was_idle and not self._scheduler.has_work and not self._early:
+            self._activity.enter("idle")
+            self._inputs.poll(IDLE_POLL_MS)
+        while True:
+            try:
+                message = self._inputs.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(self._decoder.decode(message))
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case AddRequest():
+                self._early += self._scheduler.add(message)
+            case AbortRequest():
+                self._early += self._scheduler.abort(message.request_id)
+            case FlushCache():
+                self._scheduler.flush_cache()
+            case Shutdown():
+                self._stop = True
+            case Wake():
+                return

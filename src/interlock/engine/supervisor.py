@@ -1,0 +1,89 @@
+"""Which rank failed first: the verdict over failure reports, dead processes and silent ranks."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass, field
+
+from interlock.engine.messages import Heartbeat, RankFailed
+
+SILENCE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """A rank process that ended: its exit code, negative for a signal."""
+
+    rank: int
+    code: int
+
+    def describe(self) -> str:
+        if self.code < 0:
+            return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}"
+        return f"rank {self.rank} ended with exit code {self.code} before it was told to"
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Collects what is known about failing ranks and names the one that failed first."""
+
+    failures: list[RankFailed] = field(default_factory=list)
+    exits: list[Exit] = field(default_factory=list)
+    stalls: list[str] = field(default_factory=list)
+
+    @property
+    def has_evidence(self) -> bool:
+        return bool(self.failures or self.exits or self.stalls)
+
+    def first_error(self) -> str:
+        """One line a cause, the first cause on top; consequences of another rank's end come last."""
+        reported = {failure.rank for failure in self.failures}
+        causes = [f"rank {f.rank}: {f.error}" for f in self.failures if not f.is_consequence]
+        silent_deaths = [e.describe() for e in self.exits if e.rank not in reported]
+        consequences = [f"rank {f.rank}: {f.error}" for f in self.failures if f.is_consequence]
+        killed = [line for line in silent_deaths if "killed" in line]
+        ended = [line for line in silent_deaths if "killed" not in line]
+        return "\n".join(killed + causes + self.stalls + ended + consequences)
+
+
+class Pulse:
+    """The last sign of life of each rank, and which of them stall.
+
+    Args:
+        timeout: seconds without progress after which a rank that has something to do counts as stalled.
+    """
+
+    def __init__(self, ranks: range, timeout: float) -> None:
+        self._timeout = timeout
+        now = time.monotonic()
+        self._seen = dict.fromkeys(ranks, now)
+        self._last: dict[int, Heartbeat] = {}
+
+    def note(self, beat: Heartbeat) -> None:
+        self._seen[beat.rank] = time.monotonic()
+        self._last[beat.rank] = beat
+
+    def stalled(self) -> list[str]:
+        """One line for each stalled rank: silent, or busy with one thing for too long.
+
+        Ranks that merely wait for others are named only when no rank is the reason for the wait.
+        """
+        now = time.monotonic()
+        limit = max(self._timeout, SILENCE_SECONDS)
+        silent = [
+            f"rank {rank} has been silent for {now - seen:.0f} s (limit {limit:.0f} s)"
+            for rank, seen in self._seen.items()
+            if rank in self._last and now - seen > limit
+        ]
+        busy = [b for b in self._last.values() if self._is_stuck(b)]
+        computing = [b for b in busy if b.activity != "waiting for ranks"]
+        stuck = [
+            f"rank {b.rank} has been {b.activity} for {b.activity_seconds:.0f} s "
+            f"without progress (limit {self._timeout:.0f} s)"
+            for b in computing or busy
+        ]
+        return silent or stuck
+
+    def _is_stuck(self, beat: Heartbeat) -> bool:
+        return beat.activity not in ("idle", "loading") and beat.activity_seconds > self._timeout

@@ -1,0 +1,52 @@
+"""The steps that a rank runs before it says ready: one of each phase, through every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from interlock.engine.step import PageMap, Step
+from interlock.moe.terms import Phase
+from interlock.plan.launch_plan import LaunchPlan
+
+WARM_UP_TOKENS = 4
+
+
+def warm_up_steps(plan: LaunchPlan, device: torch.device) -> Iterator[Step]:
+    """A prefill step of a few tokens of one sequence, and a decode step of as many sequences."""
+    tokens = min(WARM_UP_TOKENS, plan.chunked_prefill_size, plan.max_model_len)
+    sequences = min(WARM_UP_TOKENS, plan.max_running_requests)
+    yield _step(plan, device, Phase.PREFILL, lengths=[tokens])
+    yield _step(plan, device, Phase.DECODE, lengths=[1] * sequences)
+
+
+def _step(plan: LaunchPlan, device: torch.device, phase: Phase, lengths: list[int]) -> Step:
+    """Sequences that start at position 0 and use the first pages, which hold nothing yet."""
+    page = plan.page_size
+    counts = torch.tensor(lengths, dtype=torch.int32)
+    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), ends])
+    positions = torch.cat([torch.arange(length, dtype=torch.int64) for length in lengths])
+    pages_each = -(-max(lengths) // page)
+    token_ids = torch.arange(len(positions), dtype=torch.int64) % plan.card.vocab_size
+
+    def pages(total: int) -> PageMap | None:
+        if total == 0:
+            return None
+        table = torch.arange(len(lengths) * pages_each, dtype=torch.int32).view(len(lengths), pages_each) % total
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), counts.long())
+        slots = table[rows, positions // page].long() * page + positions % page
+        return PageMap(table=table.to(device), slots=slots.to(device))
+
+    return Step(
+        phase=phase,
+        token_ids=token_ids.to(device),
+        positions=positions.to(device),
+        query_start=starts.to(device),
+        kv_len=counts.to(device),
+        full=pages(plan.full_pages),
+        window=pages(plan.window_pages),
+        sample_rows=(ends - 1).long().to(device),
+        live_tokens=len(positions),
+    )

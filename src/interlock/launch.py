@@ -1,0 +1,23 @@
+"""From a model's name and options to a launch plan: the one path that every verb and the LLM class take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from interlock.demo import resolve_model
+from interlock.models.card_reader import read_model_card
+from interlock.options import Options
+from interlock.plan.facts import MachineFacts, probe
+from interlock.plan.launch_plan import LaunchPlan
+from interlock.plan.resolve import resolve
+
+
+def plan_launch(model: str, options: Options, facts: MachineFacts | None = None) -> LaunchPlan:
+    """Resolve ``options`` for ``model`` on this machine (or on the machine that ``facts`` describe).
+
+    Raises:
+        Refusal: the options do not fit each other, the model or the machine.
+        CheckpointError: the folder is not a checkpoint that can be served.
+    """
+    folder: Path = resolve_model(model, source=options.text("demo_source"))
+    return resolve(options, read_model_card(folder), facts or probe())

@@ -1,0 +1,141 @@
+"""The offline engine: ``LLM("demo").generate(...)`` runs what ``interlock serve`` runs, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+
+from interlock.engine.client import Engine
+from interlock.engine.messages import AddRequest, SamplingParams, TokenLogprob
+from interlock.errors import RequestError
+from interlock.launch import plan_launch
+from interlock.plan.launch_plan import LaunchPlan
+from interlock.tokenizer import load_tokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished answer. ``logprobs`` has an entry for each token when they were asked for."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class LLM:
+    """A model that answers from Python. Use as a context manager, or call ``close``.
+
+    Args:
+        model: "demo", "tiny-random", or the folder of a checkpoint.
+        options: any option of ``interlock serve``, in Python's spelling (``tp_size=2``).
+
+    Raises:
+        Refusal: the options cannot be served here.
+        StartupError: the engine failed, or an option did not take effect.
+    """
+
+    def __init__(self, model: str, **options: object) -> None:
+        self.plan: LaunchPlan = plan_launch(model, options)
+        self.tokenizer = load_tokenizer(self.plan.model_path)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="interlock-llm", daemon=True)
+        self._thread.start()
+        try:
+            self.engine = self._run(Engine.start(self.plan))
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    @property
+    def receipts(self) -> dict[int, dict[str, object]]:
+        """Rank -> plan item -> what that rank observed at start-up."""
+        return self.engine.receipts
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling: SamplingParams | None = None,
+    ) -> list[Completion]:
+        """Answer all prompts together; texts or token ids, one ``Completion`` each, in order.
+
+        ``sampling.n`` must be 1 and ``sampling.stop`` empty: stop strings belong to the HTTP API.
+
+        Raises:
+            RequestError: a prompt cannot be served.
+            EngineDeadError: the engine died.
+        """
+        sampling = sampling or SamplingParams()
+        if sampling.n != 1 or sampling.stop:
+            raise RequestError("LLM.generate takes n = 1 and no stop strings; repeat prompts, or use stop_token_ids")
+        batch = [prompts] if isinstance(prompts, str) else list(prompts)
+        requests = [
+            AddRequest(
+                request_id=uuid.uuid4().hex,
+                token_ids=tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
+                sampling=sampling,
+            )
+            for prompt in batch
+        ]
+        return self._run(self._gather(requests))
+
+    def chat(self, messages: list[dict[str, Any]], sampling: SamplingParams | None = None) -> Completion:
+        """Answer a conversation through the model's chat template."""
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return self.generate([token_ids], sampling)[0]
+
+    def close(self) -> None:
+        """Stop the engine; idempotent."""
+        if self._thread.is_alive():
+            self._run(self.engine.close())
+            self._stop_loop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _gather(self, requests: list[AddRequest]) -> list[Completion]:
+        return list(await asyncio.gather(*(self._complete(request) for request in requests)))
+
+    async def _complete(self, request: AddRequest) -> Completion:
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        async for delta in self.engine.stream(request):
+            tokens += delta.token_ids
+            logprobs += delta.logprobs
+            prompt_logprobs = delta.prompt_logprobs or prompt_logprobs
+        if delta.finish_reason == "error":
+            raise RequestError(delta.error or "the engine refused the request")
+        return Completion(
+            token_ids=tuple(tokens),
+            text=self.tokenizer.decode(tokens, skip_special_tokens=request.sampling.skip_special_tokens),
+            finish_reason=delta.finish_reason or "",
+            logprobs=tuple(logprobs),
+            prompt_logprobs=prompt_logprobs,
+            prompt_tokens=delta.prompt_tokens,
+            cached_tokens=delta.cached_tokens,
+        )
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+

@@ -1,0 +1,98 @@
+"""``interlock serve``: start the engine, answer HTTP until a signal or the engine's end, leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+from pathlib import Path
+
+import uvicorn
+
+from interlock.engine.client import Engine
+from interlock.engine.rank_processes import RankProcesses
+from interlock.errors import EngineDeadError
+from interlock.plan.launch_plan import LaunchPlan
+from interlock.server.app import create_app
+from interlock.server.settings import ServerSettings
+from interlock.tokenizer import load_tokenizer
+
+logger = logging.getLogger("interlock")
+DRAIN_SECONDS = 20
+
+
+def serve(plan: LaunchPlan, *, api_key: str | None) -> int:
+    """Serve ``plan`` until the end; returns the exit code. On nodes beside the first only ranks are run."""
+    if plan.node_rank > 0:
+        return _run_remote_node(plan)
+    return asyncio.run(_serve(plan, api_key))
+
+
+def local_ranks(plan: LaunchPlan) -> range:
+    """The ranks of this node: ``tp_size / nnodes`` consecutive ones."""
+    each = plan.tp_size // plan.nnodes
+    return range(plan.node_rank * each, (plan.node_rank + 1) * each)
+
+
+async def _serve(plan: LaunchPlan, api_key: str | None) -> int:
+    engine = await Engine.start(plan, rendezvous=plan.dist_init or None, local_ranks=local_ranks(plan))
+    try:
+        return await _answer(engine, plan, api_key)
+    finally:
+        await engine.close()
+
+
+async def _answer(engine: Engine, plan: LaunchPlan, api_key: str | None) -> int:
+    settings = ServerSettings.from_plan(plan, api_key=api_key, generation_config=_generation_config(plan))
+    app = create_app(engine, load_tokenizer(plan.model_path), settings)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=plan.host,
+            port=plan.port,
+            log_level=plan.log_level,
+            access_log=plan.log_level == "debug",
+            loop="uvloop",
+            http="httptools",
+            timeout_graceful_shutdown=DRAIN_SECONDS,
+        )
+    )
+    answering = asyncio.create_task(server.serve())
+    dying = asyncio.create_task(engine.wait_dead())
+    await asyncio.wait({answering, dying}, return_when=asyncio.FIRST_COMPLETED)
+    if not dying.done():
+        dying.cancel()
+        return 0
+    server.should_exit = server.force_exit = True
+    await answering
+    raise EngineDeadError(dying.result())
+
+
+def _generation_config(plan: LaunchPlan) -> dict[str, object]:
+    path = Path(plan.model_path) / "generation_config.json"
+    if not path.exists():
+        return {}
+    config: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+    return config
+
+
+def _run_remote_node(plan: LaunchPlan) -> int:
+    """Run this node's ranks until they end; a signal ends them."""
+    ranks = RankProcesses(plan, local_ranks(plan), rendezvous=plan.dist_init, endpoints=None)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        while ranks.is_running() and not any(exit.code for exit in ranks.exits()):
+            ranks.wait(0.5)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        ranks.close()
+    failed = [exit.describe() for exit in ranks.exits() if exit.code]
+    for line in failed:
+        logger.error(line)
+    return 1 if failed else 0
