@@ -1,0 +1,296 @@
+"""What an all-to-all (a2a) backend declares, and what its dispatcher does. No torch at import time.
+
+Legend: n tokens of this rank, N tokens of all ranks, k experts a token, h hidden size, E experts, L experts
+of this rank, R received rows, M rows an expert may receive (ranks * T), T capacity of the phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from interlock.errors import InterlockError
+from interlock.moe.terms import Layout, Phase
+
+if TYPE_CHECKING:
+    import torch
+
+    from interlock.kernels.base import Kernels
+    from interlock.parallel.topology import Groups
+
+SCALE_GROUP = 128
+"""Channels that share one float32 scale in a row of fp8 (e4m3)."""
+
+
+class ContractError(InterlockError):
+    """A call that the MoE contract forbids; raised on the host before anything is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferShape:
+    """The sizes that decide how much memory a dispatcher needs on one rank.
+
+    Attributes:
+        ranks: size of the EP group.
+        num_experts: E, of all ranks.
+        row_bytes: bytes of one dispatched row (h * element size).
+        scale_bytes: bytes of the scales of one row, 0 for rows that are not quantised.
+        result_bytes: bytes of one row of the experts' results.
+        capacity: T for each phase.
+        layouts: layout of each phase.
+        alignment: A, multiple at which expert segments of the contiguous layout start.
+    """
+
+    ranks: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    row_bytes: int
+    scale_bytes: int
+    result_bytes: int
+    capacity: Mapping[Phase, int]
+    layouts: Mapping[Phase, Layout]
+    alignment: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class A2ABackend:
+    """Capabilities of one backend, joined by the planner with those of the runners.
+
+    Attributes:
+        layouts: layouts of dispatched rows it can produce, for each phase.
+        row_dtypes: rows it can carry: "float32", "bfloat16", "fp8" (e4m3 with a scale per 128 channels).
+        devices: "cpu", "cuda".
+        links: connections between ranks it can use: "shared_memory", "tcp", "nvlink", "pcie", "rdma".
+        min_ranks, max_ranks: size of the EP group.
+        hidden_multiple: the hidden size must be a multiple of it.
+        packages: distributions that must be installed.
+        native: needs the project's compiled CPU library.
+        capturable: phases whose dispatch and combine can be captured in a CUDA graph.
+        applies_weights: combine multiplies by the routing weights; then runners get rows without weights.
+        overlap: dispatch may run beside other work of the device.
+        fixed_capacity: buffers are allocated at start-up; else ``buffer_bytes`` is a peak of transient rows.
+        requires_full_ep: every rank of the world must hold different experts (ep_size == tp_size).
+        ordered_rows: rows of one expert are ordered by (source rank, token), so layouts are reproducible.
+        buffer_bytes: bytes one rank needs.
+        dispatcher: "module:Class", constructed with a ``DispatcherSpec``.
+    """
+
+    name: str
+    summary: str
+    layouts: Mapping[Phase, frozenset[Layout]]
+    row_dtypes: frozenset[str]
+    devices: frozenset[str]
+    links: frozenset[str]
+    buffer_bytes: Callable[[BufferShape], int]
+    dispatcher: str
+    min_ranks: int = 1
+    max_ranks: int | None = None
+    hidden_multiple: int = 1
+    packages: tuple[str, ...] = ()
+    native: bool = False
+    capturable: frozenset[Phase] = frozenset()
+    applies_weights: bool = False
+    overlap: bool = False
+    fixed_capacity: bool = False
+    requires_full_ep: bool = True
+    ordered_rows: bool = True
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether ranks may live on several machines."""
+        return bool(self.links & {"tcp", "rdma"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatcherSpec:
+    """Everything a dispatcher is built from. One dispatcher serves all MoE layers of a rank.
+
+    Attributes:
+        groups: of this rank; EP backends exchange within ``groups.ep``.
+        experts: global ids held by each rank that takes part, in rank order.
+        rank: this rank's index in ``experts``.
+        row_dtype: "float32", "bfloat16" or "fp8": what ``dispatch`` is given.
+        dtype: of the experts' results and of the combined output.
+        capacity: T for each phase.
+        alignment: A, multiple at which expert segments of the contiguous layout start.
+        deterministic: the bits of the output must not depend on the number of ranks.
+        timeout: seconds to wait for a peer before raising an error that names it.
+        validate: check every id (range, duplicates) and raise naming the token; meant for debugging.
+    """
+
+    groups: Groups
+    experts: tuple[range, ...]
+    rank: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    row_dtype: str
+    dtype: torch.dtype
+    device: torch.device
+    layouts: Mapping[Phase, Layout]
+    capacity: Mapping[Phase, int]
+    kernels: Kernels
+    alignment: int = 1
+    deterministic: bool = False
+    timeout: float = 60.0
+    validate: bool = False
+
+    @property
+    def local_experts(self) -> range:
+        return self.experts[self.rank]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicatedRows:
+    """All tokens; ``ids`` are local expert ids, -1 where the expert is elsewhere or the slot is unused.
+
+    rows [N, h], ids int64 [N, k], weights float32 [N, k], scales float32 [N, h / 128] for fp8 rows.
+    The runner returns [N, k, h]; lanes with id -1 may hold anything.
+    """
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor | None
+    scales: torch.Tensor | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.REPLICATED
+
+
+@dataclass(frozen=True, slots=True)
+class ContiguousRows:
+    """Rows grouped by local expert, every segment starting at a multiple of ``alignment``.
+
+    rows [R, h] (R a multiple of ``alignment``; rows between segments may hold anything), psum int32 [L]:
+    ``psum[i] = start(i) + count(i)`` with ``start(0) = 0`` and ``start(i)`` = psum[i - 1] rounded up;
+    counts int32 [L], the true counts; weights float32 [R]; scales float32 [R, h / 128] for fp8 rows.
+    psum and counts are on the host when the device is the CPU. The runner returns [R, h].
+    """
+
+    rows: torch.Tensor
+    psum: torch.Tensor
+    counts: torch.Tensor
+    alignment: int
+    weights: torch.Tensor | None
+    scales: torch.Tensor | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.CONTIGUOUS
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRows:
+    """A slab with static shape: rows [L, M, h], of which the first ``counts[e]`` of each expert are filled.
+
+    counts int32 [L], weights float32 [L, M], scales float32 [L, M, h / 128] for fp8 rows. Rows at and beyond
+    the count may hold anything and are never read. The runner returns [L, M, h].
+    """
+
+    rows: torch.Tensor
+    counts: torch.Tensor
+    weights: torch.Tensor | None
+    scales: torch.Tensor | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.MASKED
+
+
+ExpertInput = ReplicatedRows | ContiguousRows | MaskedRows
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """The way back of one dispatch: single-use. ``state`` is the dispatcher's own, dropped on release."""
+
+    num_tokens: int
+    phase: Phase
+    state: Any
+    released: bool = False
+
+    def release(self) -> None:
+        self.released = True
+        self.state = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """What the experts of this rank compute now, and the handle that brings the results home."""
+
+    rows: ExpertInput
+    handle: Handle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatcherReceipt:
+    """What a live dispatcher observed of itself.
+
+    Attributes:
+        name: of the backend that was declared.
+        dispatcher: "module:Class" of the object in use.
+        ranks: size of the group it exchanges with.
+        layouts: layout that was produced, for each phase that ran.
+        capacity: T for each phase.
+        buffer_bytes: bytes allocated when it was built.
+        peak_bytes: largest number of bytes of rows that one dispatch held.
+        dispatches, combines: calls that succeeded.
+    """
+
+    name: str
+    dispatcher: str
+    ranks: int
+    layouts: Mapping[str, str]
+    capacity: Mapping[str, int]
+    buffer_bytes: int
+    peak_bytes: int
+    dispatches: int
+    combines: int
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+class Dispatcher(Protocol):
+    """Moves tokens to their experts and the results home. Collective: all ranks make the same calls.
+
+    Subclass ``interlock.moe.a2a.checked.CheckedDispatcher`` to get the contract's checks.
+    """
+
+    def dispatch(
+        self,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        phase: Phase,
+        *,
+        scales: torch.Tensor | None = None,
+    ) -> Dispatched:
+        """hidden [n, h], ids int64 [n, k] (global, distinct in a row, -1 unused), weights float32 [n, k].
+
+        n may be 0 and may differ between ranks. ``scales`` float32 [n, h / 128] comes with fp8 rows.
+
+        Raises:
+            ContractError: n > T, wrong shapes or dtypes, or the previous handle was not combined. Nothing
+                has been sent then.
+        """
+        ...
+
+    def combine(self, rows: torch.Tensor, handle: Handle) -> torch.Tensor:
+        """The experts' results, in the layout of the handle -> [n, h], summed over a token's lanes.
+
+        Lanes are summed in ascending order in float32 and rounded once. The handle is released even when
+        this raises.
+        """
+        ...
+
+    def release(self, handle: Handle) -> None:
+        """Give up on a dispatch whose results will never come (an error in between). Idempotent."""
+        ...
+
+    def observed(self) -> DispatcherReceipt: ...
+
+    def close(self) -> None:
+        """Free buffers. Idempotent; no other call is allowed afterwards."""
+        ...

@@ -1,0 +1,103 @@
+"""What an expert runner declares, and what it does. No torch at import time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from interlock.moe.terms import Layout
+
+if TYPE_CHECKING:
+    import torch
+
+    from interlock.kernels.base import Kernels
+    from interlock.moe.a2a.base import ExpertInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRunner:
+    """Capabilities of one runner, joined by the planner with those of the a2a backends.
+
+    Attributes:
+        layouts: layouts of rows it can compute.
+        weight_formats: checkpoint formats it can load: "float32", "bfloat16", "fp8_block".
+        dequantises: fp8 weights are turned into the activation dtype while loading (memory!).
+        activation_dtypes: dtypes of rows and results: "float32", "bfloat16".
+        row_dtypes: what rows may arrive as: those, or "fp8" with scales.
+        devices: "cpu", "cuda".
+        kernels: kernel sets it works with; empty for any.
+        packages: distributions that must be installed.
+        row_invariant: with row-invariant kernels, a row's bits do not depend on the rows beside it.
+        priority: among the runners that fit, ``auto`` takes the highest (reference 0, portable 10,
+            fast 20, specialised 30).
+        runner: "module:Class", constructed with a ``RunnerSpec``.
+    """
+
+    name: str
+    summary: str
+    layouts: frozenset[Layout]
+    weight_formats: frozenset[str]
+    activation_dtypes: frozenset[str]
+    devices: frozenset[str]
+    runner: str
+    dequantises: bool = True
+    row_dtypes: frozenset[str] = frozenset({"float32", "bfloat16"})
+    kernels: frozenset[str] = frozenset()
+    packages: tuple[str, ...] = ()
+    row_invariant: bool = False
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerSpec:
+    """Everything the runner of one layer is built from.
+
+    Attributes:
+        num_experts: L, experts held by this rank.
+        intermediate_size: i, the slice of the expert width that this rank holds.
+        dtype: of activations and, unless the runner keeps a quantised format, of weights.
+    """
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerReceipt:
+    """What a live runner observed of itself. ``calls`` counts ``run``; ``rows`` the rows it computed."""
+
+    name: str
+    runner: str
+    weight_format: str
+    dtype: str
+    weight_bytes: int
+    calls: int
+    rows: int
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """The experts of one layer on one rank."""
+
+    def load_expert(self, local_id: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+        """gate, up [i, h], down [h, i] of local expert ``local_id``, any float dtype; copied."""
+        ...
+
+    def finish_loading(self) -> None:
+        """Pack for speed. Raises CheckpointError when an expert was not loaded."""
+        ...
+
+    def run(self, rows: ExpertInput) -> torch.Tensor:
+        """weight * down(silu(gate x) * up x) for every filled row, in the layout of ``rows``.
+
+        The intermediate activation and the result are rounded to the activation dtype; sums are float32.
+        Rows that are not filled (see the layouts) are neither read nor defined in the result.
+        """
+        ...
+
+    def observed(self) -> RunnerReceipt: ...
