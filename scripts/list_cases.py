@@ -57,8 +57,8 @@ def page() -> str:
     lines = [
         "# Public reports as cases",
         "",
-        "Bugs that users of other engines reported in public, each turned into a test with the right value. Written by",
-        f"`python scripts/list_cases.py`. {count} of {len(cases)} are covered; the others need parts that do not exist yet.",
+        "Bugs that users of other engines reported in public, each turned into a test with the right value.",
+        f"Written by `python scripts/list_cases.py`: {count} of {len(cases)} are covered.",
     ]
     for group, title in GROUPS.items():
         lines += ["", f"## {group}: {title}", "| case | what went wrong | covered by |", "|---|---|---|"]
