@@ -12,6 +12,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from interlock.tokenizer.byte_decoding import byte_level_alphabet
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # The split rule of Qwen2 (and so of MiMo-V2): contractions, words, single digits, punctuation, white space.
 SPLIT = (
@@ -59,13 +61,8 @@ other languages keep their marks.
 
 
 def byte_alphabet() -> dict[int, str]:
-    """GPT-2's printable stand-in for every byte value."""
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    alphabet = {byte: chr(byte) for byte in kept}
-    for byte in range(256):
-        if byte not in alphabet:
-            alphabet[byte] = chr(256 + len(alphabet) - len(kept))
-    return alphabet
+    """GPT-2's printable stand-in for every byte value, as {byte: character}."""
+    return {byte: char for char, byte in byte_level_alphabet().items()}
 
 
 def train_merges(text: str, count: int) -> list[tuple[str, str]]:
@@ -107,7 +104,8 @@ def _merge(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
 
 def tiny_tokenizer(vocab_size: int) -> Tokenizer:
     """Ids 0 to 2 are the special tokens, 3 to 258 the bytes, then merges up to ``vocab_size``."""
-    tokens = [*SPECIAL_TOKENS, *(byte_alphabet()[byte] for byte in range(256))]
+    alphabet = byte_alphabet()
+    tokens = [*SPECIAL_TOKENS, *(alphabet[byte] for byte in range(256))]
     merges = train_merges(TRAINING_TEXT, vocab_size - len(tokens))
     distinct = dict.fromkeys([*tokens, *(left + right for left, right in merges)])
     vocab = {token: i for i, token in enumerate(distinct)}
