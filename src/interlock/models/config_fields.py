@@ -35,8 +35,8 @@ class ConfigFields:
     Args:
         config: the parsed file.
         required: keys that must be there; an entry "a|b" is met by either spelling.
-        optional: keys the family reads when they are there. A key of the file that is unknown and nearly equal
-            to an absent one of ``required`` or ``optional`` is taken for a typo.
+        optional: keys the family reads when they are there. A key of the file that is unknown and nearly
+            equal to an absent one of these is taken for a typo.
 
     Raises:
         CheckpointError: names every missing key, with near misses found in the file.
@@ -122,7 +122,8 @@ class ConfigFields:
         if not isinstance(value, list) or len(value) != length:
             size = f" of {len(value)}" if isinstance(value, list) else ""
             raise CheckpointError(
-                f"config.json: {key} is a {type(value).__name__}{size}; expected a list of num_hidden_layers = {length}"
+                f"config.json: {key} is a {type(value).__name__}{size}; "
+                f"expected a list of num_hidden_layers = {length}"
             )
         return value
 

@@ -173,7 +173,7 @@ def _has_sink(fields: ConfigFields, *, native: bool, sliding: bool) -> bool:
 
 
 def _rope(fields: ConfigFields, head_dim: int, *, sliding: bool) -> tuple[float, int]:
-    """(base, rotated channels) of one kind of layer: int(head_dim * partial_rotary_factor), 192 * 0.334 -> 64."""
+    """(base, rotated channels) of a kind of layer: int(head_dim * partial_rotary_factor), 192 * 0.334 -> 64."""
     parameters = fields.mapping("rope_parameters")
     kind = "sliding_attention" if sliding else "full_attention"
     nested = kind in parameters
@@ -188,7 +188,7 @@ def _rope(fields: ConfigFields, head_dim: int, *, sliding: bool) -> tuple[float,
     for key, values in ((theta_key, thetas), ("partial_rotary_factor", factors)):
         if not values:
             raise CheckpointError(
-                f"config.json: required key {key!r} is missing (top level or rope_parameters of {kind} layers)"
+                f"config.json: required key {key!r} is missing (top level or rope_parameters of {kind})"
             )
         if len(values) > 1:
             raise CheckpointError(
@@ -215,8 +215,8 @@ def _window(fields: ConfigFields) -> int:
     size = fields.integer("sliding_window_size")
     if fields.has("sliding_window") and fields.integer("sliding_window") not in (size, size + 1):
         raise CheckpointError(
-            f"config.json: sliding_window = {fields.integer('sliding_window')} and sliding_window_size = {size} "
-            "disagree"
+            f"config.json: sliding_window = {fields.integer('sliding_window')} and "
+            f"sliding_window_size = {size} disagree"
         )
     return size
 
@@ -226,8 +226,8 @@ def _experts(fields: ConfigFields) -> ExpertsCard:
     groups, top_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
     if top_k > num_experts or num_experts % groups or top_groups > groups:
         raise CheckpointError(
-            f"config.json: {top_k} of {num_experts} experts in {top_groups} of {groups} groups cannot be chosen "
-            "(num_experts_per_tok, n_routed_experts, topk_group, n_group)"
+            f"config.json: {top_k} of {num_experts} experts in {top_groups} of {groups} groups cannot be "
+            "chosen (num_experts_per_tok, n_routed_experts, topk_group, n_group)"
         )
     return ExpertsCard(
         num_experts=num_experts,

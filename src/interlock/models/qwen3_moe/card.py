@@ -102,7 +102,8 @@ def _attention(fields: ConfigFields) -> AttentionCard:
     heads, kv_heads = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
     if heads % kv_heads:
         raise CheckpointError(
-            f"config.json: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
+            f"config.json: num_attention_heads = {heads} is not a multiple of "
+            f"num_key_value_heads = {kv_heads}"
         )
     head_dim = fields.integer("head_dim")
     return AttentionCard(

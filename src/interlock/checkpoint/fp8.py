@@ -1,0 +1,42 @@
+"""Block-quantised fp8 weights: value = e4m3 * scale of its block (``weight_scale_inv``, which multiplies)."""
+
+from __future__ import annotations
+
+import torch
+
+
+def scale_row_of(row: torch.Tensor, *, rows: int, block_rows: int, chunks: int) -> torch.Tensor:
+    """Scale-grid row of each stored row: row r of chunk c -> c * ceil(chunk rows / block) + r // block."""
+    chunk_rows = rows // chunks
+    return row // chunk_rows * -(-chunk_rows // block_rows) + row % chunk_rows // block_rows
+
+
+def dequantise(weight: torch.Tensor, scale: torch.Tensor, block_columns: int) -> torch.Tensor:
+    """weight e4m3 [n, K], scale float32 [n, ceil(K / block_columns)] (a grid row for each row) -> float32.
+
+    The last block of columns may be partial.
+    """
+    values = weight.to(torch.float32)
+    whole = values.shape[1] // block_columns
+    if whole:
+        blocks = values[:, : whole * block_columns].unflatten(1, (whole, block_columns))
+        blocks.mul_(scale[:, :whole, None])
+    if values.shape[1] > whole * block_columns:
+        values[:, whole * block_columns :].mul_(scale[:, whole : whole + 1])
+    return values
+
+
+def quantise(weight: torch.Tensor, block: tuple[int, int] = (128, 128)) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [n, K] -> (e4m3 [n, K], scale float32 [ceil(n / bn), ceil(K / bk)]), for making checkpoints.
+
+    scale = max |block| / 448, at least a tiny positive number so that an all-zero block gives exact zeros;
+    values are clamped to +-448 before the cast, which would otherwise produce NaN.
+    """
+    n, k = weight.shape
+    grid = (-(-n // block[0]), -(-k // block[1]))
+    padded = torch.zeros(grid[0] * block[0], grid[1] * block[1])
+    padded[:n, :k] = weight
+    tiles = padded.view(grid[0], block[0], grid[1], block[1])
+    scale = tiles.abs().amax((1, 3), keepdim=True).clamp_min(1e-12) / 448.0
+    quantised = (tiles / scale).clamp(-448, 448).view_as(padded)[:n, :k].to(torch.float8_e4m3fn)
+    return quantised.contiguous(), scale.view(grid).contiguous()

@@ -1,0 +1,90 @@
+"""Row order of a fused qkv tensor. No torch here.
+
+``plain``: all q rows, all k rows, all v rows. ``chunked``: C chunks, each [q | k | v] of its heads, where C is
+the number of kv heads of a full-attention layer (in every layer); fp8 scale grids restart in each chunk. Both
+have the same shape: only the number of scale rows tells them apart, and only where a chunk is no whole number
+of blocks (13568 rows in 4 chunks: 108 scale rows, plain: 106).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from interlock.checkpoint.fp8_names import SCALE_SUFFIX, scale_rows
+from interlock.checkpoint.index import StoredTensor
+from interlock.checkpoint.specs import TensorSpec
+from interlock.errors import CheckpointError
+from interlock.plan.card import AttentionCard
+
+
+def detect_layout(
+    specs: Iterable[TensorSpec],
+    stored: Mapping[str, StoredTensor],
+    *,
+    block_rows: int,
+    requested: str,
+) -> str:
+    """Row order of all fused tensors of a checkpoint, "plain" or "chunked".
+
+    ``requested``: "auto", "plain" or "chunked".
+
+    Raises:
+        CheckpointError: nothing tells the two apart and the user did not say which; or what the user said
+            contradicts the scale grids; or layers disagree.
+    """
+    votes: dict[str, str] = {}
+    fused = [spec for spec in specs if spec.fused_groups]
+    for spec in fused:
+        scale = stored.get(spec.name + SCALE_SUFFIX)
+        rows = spec.shape[0]
+        flat, restarting = (scale_rows(rows, block_rows, chunks) for chunks in (1, spec.fused_groups))
+        if scale is None or flat == restarting or scale.shape[0] not in (flat, restarting):
+            continue
+        votes.setdefault("plain" if scale.shape[0] == flat else "chunked", spec.name)
+    if len(votes) == 2:
+        raise CheckpointError(
+            f"the scale rows of {votes['plain']} say a plain fused qkv, "
+            f"those of {votes['chunked']} a chunked one"
+        )
+    if all(spec.fused_groups == 1 for spec in fused):
+        return "plain"
+    seen = next(iter(votes), None)
+    if requested == "auto":
+        if seen is None:
+            raise CheckpointError(
+                "the row order of the fused qkv_proj tensors cannot be told from their shapes; say which it "
+                "is with --qkv-layout plain ([all q; all k; all v]) or --qkv-layout chunked (one [q; k; v] "
+                "chunk for each kv head of a full-attention layer)"
+            )
+        return seen
+    if seen is not None and seen != requested:
+        raise CheckpointError(
+            f"--qkv-layout {requested}: the scale rows of {votes[seen]} show that the layout is {seen}; "
+            "leave --qkv-layout out"
+        )
+    return requested
+
+
+def qkv_rows(attention: AttentionCard, *, chunks: int, q_heads: range, kv_heads: range) -> list[range]:
+    """Stored rows of the given heads of a fused tensor: q heads first, then k heads, then v heads.
+
+    ``chunks`` is 1 for the plain layout. Neighbouring rows are joined, so that a file is read in few pieces.
+    """
+    parts = (
+        (attention.num_heads // chunks, attention.head_dim, q_heads),
+        (attention.num_kv_heads // chunks, attention.head_dim, kv_heads),
+        (attention.num_kv_heads // chunks, attention.v_head_dim, kv_heads),
+    )
+    chunk_rows = sum(heads * width for heads, width, _ in parts)
+    runs: list[range] = []
+    start = 0
+    for heads_per_chunk, width, heads in parts:
+        for head in heads:
+            chunk, place = divmod(head, heads_per_chunk)
+            first = chunk * chunk_rows + start + place * width
+            if runs and runs[-1].stop == first:
+                runs[-1] = range(runs[-1].start, first + width)
+            else:
+                runs.append(range(first, first + width))
+        start += heads_per_chunk * width
+    return runs

@@ -1,0 +1,162 @@
+"""Reading tensors of a checkpoint folder piece by piece: only the rows a rank needs, dequantised.
+
+Files are read with plain reads rather than mapped: mapped pages stay in the process's resident memory, so a
+load would peak at file size + weights. Here the peak is the weights plus one band of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import FileIO
+from pathlib import Path
+
+import torch
+
+from interlock.checkpoint.fp8 import dequantise, scale_row_of
+from interlock.checkpoint.fp8_names import SCALE_SUFFIX
+from interlock.checkpoint.index import StoredTensor, read_folder
+from interlock.checkpoint.source import Progress, no_progress
+from interlock.checkpoint.specs import TensorSpec
+from interlock.checkpoint.validate import LoadReport, validate
+from interlock.errors import CheckpointError
+from interlock.plan.card import ModelCard
+
+TORCH_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+BAND_BYTES = 32 << 20
+"""Bytes of float32 values that are converted at once."""
+
+
+class Checkpoint:
+    """The tensors of one folder. A context manager: leaving it closes the files.
+
+    Args:
+        folder: safetensors files, with an index or a single one.
+        card: what config.json says.
+        qkv_layout: "auto", "plain" or "chunked", for a fused qkv tensor.
+        progress: called after each layer.
+
+    Raises:
+        CheckpointError: the folder or a header cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        card: ModelCard,
+        *,
+        qkv_layout: str = "auto",
+        progress: Progress = no_progress,
+    ) -> None:
+        self._index = read_folder(folder)
+        self._card = card
+        self._qkv_layout = qkv_layout
+        self._specs: dict[str, TensorSpec] = {}
+        self._files: dict[Path, FileIO] = {}
+        self.progress = progress
+        self.report = LoadReport()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def validate(self, specs: Sequence[TensorSpec], skipped_prefixes: Sequence[str]) -> LoadReport:
+        self.report = validate(
+            self._index,
+            specs,
+            card=self._card,
+            skipped_prefixes=skipped_prefixes,
+            qkv_layout=self._qkv_layout,
+        )
+        self._specs = {spec.name: spec for spec in specs}
+        return self.report
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._index.tensors
+
+    def read(
+        self,
+        name: str,
+        *,
+        rows: Sequence[range] | None = None,
+        columns: range | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        stored = self._index.tensors[name]
+        if len(stored.shape) == 1:
+            return self._read_vector(stored, rows, dtype)
+        runs = [range(stored.shape[0])] if rows is None else rows
+        width = slice(None) if columns is None else slice(columns.start, columns.stop)
+        out_columns = stored.shape[1] if columns is None else len(columns)
+        out = torch.empty(sum(map(len, runs)), out_columns, dtype=dtype)
+        scale = self._read_scale(stored)
+        done = 0
+        for band in bands(runs, stored.shape[1]):
+            values = self._read_rows(stored, band)
+            if scale is not None:
+                grid_rows = self._scale_rows(stored, band)
+                values = dequantise(values, scale[grid_rows], self._card.weight_block[1])
+            out[done : done + len(band)] = values[:, width]
+            done += len(band)
+        return out
+
+    def _read_vector(
+        self, stored: StoredTensor, rows: Sequence[range] | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        runs = [range(stored.shape[0])] if rows is None else rows
+        return torch.cat([self._read_rows(stored, run) for run in runs]).to(dtype)
+
+    def _read_scale(self, stored: StoredTensor) -> torch.Tensor | None:
+        if stored.dtype != "F8_E4M3":
+            return None
+        scale = self._index.tensors[stored.name + SCALE_SUFFIX]
+        values = self._read_rows(scale, range(scale.shape[0])).to(torch.float32)
+        if not bool(torch.isfinite(values).all()):
+            raise CheckpointError(f"{scale.path}: scale {scale.name!r} holds values that are not finite")
+        return values
+
+    def _scale_rows(self, stored: StoredTensor, band: range) -> torch.Tensor:
+        chunks = self._specs[stored.name].fused_groups if self.report.qkv_layout == "chunked" else 0
+        return scale_row_of(
+            torch.arange(band.start, band.stop),
+            rows=stored.shape[0],
+            block_rows=self._card.weight_block[0],
+            chunks=chunks or 1,
+        )
+
+    def _read_rows(self, stored: StoredTensor, rows: range) -> torch.Tensor:
+        """Rows as stored, in one read."""
+        file = self._files.get(stored.path)
+        if file is None:
+            file = self._files.setdefault(stored.path, stored.path.open("rb", buffering=0))
+        raw = torch.empty(len(rows) * stored.row_bytes, dtype=torch.uint8)
+        view = memoryview(raw.numpy())
+        file.seek(stored.offset + rows.start * stored.row_bytes)
+        filled = 0
+        while filled < len(view):
+            count = file.readinto(view[filled:])
+            if not count:
+                raise CheckpointError(f"{stored.path}: ended while {stored.name!r} was read; did it change?")
+            filled += count
+        return raw.view(TORCH_DTYPES[stored.dtype]).view(len(rows), *stored.shape[1:])
+
+
+def bands(runs: Sequence[range], columns: int) -> list[range]:
+    """The runs cut into pieces of at most ``BAND_BYTES`` of float32 values."""
+    limit = max(1, BAND_BYTES // (4 * max(1, columns)))
+    return [
+        range(start, min(start + limit, run.stop))
+        for run in runs
+        for start in range(run.start, run.stop, limit)
+    ]

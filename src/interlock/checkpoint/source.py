@@ -1,0 +1,40 @@
+"""Where weights come from, as the layers see it: a checkpoint folder or dummy weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from interlock.checkpoint.specs import TensorSpec
+from interlock.checkpoint.validate import LoadReport
+
+Progress = Callable[[int, int, str], None]
+"""Called with (parts done, parts in all, name of the part just loaded)."""
+
+
+def no_progress(done: int, total: int, what: str) -> None:
+    """The progress callback that says nothing."""
+
+
+class WeightSource(Protocol):
+    """Opened, not yet read. ``validate`` comes first and says what will be read."""
+
+    report: LoadReport
+    progress: Progress
+
+    def validate(self, specs: Sequence[TensorSpec], skipped_prefixes: Sequence[str]) -> LoadReport:
+        """Compare what is there with what the model expects. Raises CheckpointError."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(
+        self,
+        name: str,
+        *,
+        rows: Sequence[range] | None = None,
+        columns: range | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """The tensor (or these rows, in this order, and these columns of it), dequantised, as ``dtype``."""

@@ -1,0 +1,153 @@
+"""The pre-norm decoder that the model families share: embedding, layers, final norm, head.
+
+    x = embed(token)
+    for each layer: x += attention(norm(x)); x += mlp or experts(norm(x))
+    logits = head(norm(x))
+
+The residual stream is replicated over attention-TP ranks. Legend: n tokens, m rows, h hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from interlock.checkpoint.source import WeightSource
+from interlock.checkpoint.specs import TensorSpec
+from interlock.engine.step import Step
+from interlock.kv.cache import KVCache, LayerCache
+from interlock.models import decoder_weights as names
+from interlock.moe.layer import MoELayer
+from interlock.nn.attention import Attention
+from interlock.nn.context import ModelContext
+from interlock.nn.embedding import Embedding, Head
+from interlock.nn.linear import read_row_shard
+from interlock.nn.mlp import SwiGLU
+from interlock.nn.norm import RMSNorm
+from interlock.nn.rope import RopeTables
+from interlock.plan.card import LayerCard
+
+
+class DecoderLayer:
+    """Attention and MLP (dense or experts) of one layer, each after its norm."""
+
+    def __init__(self, index: int, card: LayerCard, context: ModelContext, tables: RopeTables) -> None:
+        model = context.plan.card
+        self._prefix, self._dtype = names.layer_prefix(index), context.dtype
+        self._input_norm = RMSNorm(context, model.norm_eps)
+        self.attention = Attention(
+            card.attention,
+            context,
+            tables=tables,
+            eps=model.norm_eps,
+            chunks=names.card_chunks(model),
+        )
+        self._post_norm = RMSNorm(context, model.norm_eps)
+        self.experts: MoELayer | None = None
+        self._mlp: SwiGLU | None = None
+        if card.is_moe:
+            assert model.experts is not None, "a MoE layer needs an ExpertsCard"
+            self.experts = MoELayer(model.experts, model.hidden_size, index, context.moe)
+        else:
+            self._mlp = SwiGLU(
+                context, hidden_size=model.hidden_size, intermediate_size=model.intermediate_size
+            )
+
+    def load(self, source: WeightSource) -> None:
+        self._input_norm.load(source, self._prefix + "input_layernorm.weight")
+        self.attention.load(source, self._prefix + "self_attn.")
+        self._post_norm.load(source, self._prefix + "post_attention_layernorm.weight")
+        if self._mlp is not None:
+            self._mlp.load(source, self._prefix + "mlp.")
+        if self.experts is not None:
+            load_experts(self.experts, source, self._prefix + "mlp.", self._dtype)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, cache: LayerCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [n, h] is not yet added to ``residual`` (None before the first layer); returns the same pair."""
+        if residual is None:
+            residual, hidden = x, self._input_norm(x)
+        else:
+            hidden, residual = self._input_norm.add(x, residual)
+        attended = self.attention(hidden, step, cache)
+        hidden, residual = self._post_norm.add(attended, residual)
+        if self.experts is not None:
+            return self.experts.forward(hidden, step), residual
+        assert self._mlp is not None
+        return self._mlp(hidden), residual
+
+
+def load_experts(layer: MoELayer, source: WeightSource, prefix: str, dtype: torch.dtype) -> None:
+    """Router in float32 as stored; of the experts only those that this rank holds."""
+    bias = prefix + "gate.e_score_correction_bias"
+    layer.load_router(source.read(prefix + "gate.weight"), source.read(bias) if bias in source else None)
+    for expert in layer.local_experts:
+        gate, up, down = (
+            source.read(f"{prefix}experts.{expert}.{name}_proj.weight", dtype=dtype)
+            for name in ("gate", "up", "down")
+        )
+        layer.load_expert(expert, gate, up, down)
+    layer.finish_loading()
+
+
+class Decoder:
+    """A causal language model. ``forward`` and ``logits`` expect ``torch.inference_mode`` from the caller."""
+
+    def __init__(self, context: ModelContext) -> None:
+        card = context.plan.card
+        self.context = context
+        self._embedding = Embedding(context, vocab_size=card.vocab_size)
+        tables = RopeTables(context.plan.max_model_len, context.device)
+        self.layers = tuple(
+            DecoderLayer(index, layer, context, tables) for index, layer in enumerate(card.layers)
+        )
+        self._norm = RMSNorm(context, card.norm_eps)
+        self._head = Head(context, vocab_size=card.vocab_size)
+
+    def load_weights(
+        self, source: WeightSource, specs: Sequence[TensorSpec], skipped_prefixes: Sequence[str] = ()
+    ) -> None:
+        """Check that ``source`` holds exactly ``specs``, then read this rank's part of them.
+
+        Raises:
+            CheckpointError: names what is missing, unexpected, mis-shaped or damaged.
+        """
+        source.validate(specs, skipped_prefixes)
+        parts = len(self.layers) + 1
+        self._embedding.load(source, names.EMBEDDING)
+        self._norm.load(source, names.FINAL_NORM)
+        self._head.load(self._head_weight(source))
+        source.progress(1, parts, "embedding and head")
+        for index, layer in enumerate(self.layers):
+            layer.load(source)
+            source.progress(index + 2, parts, f"layer {index}")
+
+    def _head_weight(self, source: WeightSource) -> torch.Tensor:
+        """The head's own weight, or the embedding's when the config ties them and the file has no other."""
+        embedding = self._embedding
+        if names.HEAD not in source:
+            return embedding.weight
+        weight = read_row_shard(source, names.HEAD, embedding.part, dtype=self.context.dtype)
+        if not self.context.plan.card.tie_word_embeddings:
+            return weight
+        if torch.equal(weight, embedding.weight.to(weight.device)):
+            return embedding.weight
+        source.report.warnings.append(
+            "config.json ties the head to the embedding, but the checkpoint holds a different "
+            "lm_head.weight, which is used"
+        )
+        return weight
+
+    def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
+        """Hidden states [n, h] after the final norm; writes the step's keys and values to ``cache``."""
+        x, residual = self._embedding(step.token_ids), None
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x, residual = layer(x, residual, step, layer_cache)
+        assert residual is not None, "a model has at least one layer"
+        return self._norm.add(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [m, h] -> float32 [m, vocab], gathered over attention TP."""
+        return self._head(hidden)

@@ -1,0 +1,121 @@
+"""Attention over a paged cache: qkv -> (q/k norm) -> rope and store -> attention -> output projection.
+
+Legend: n tokens, nh and kvh query and key-value heads of this rank, hd query/key and vd value head size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interlock.checkpoint.qkv import qkv_rows
+from interlock.checkpoint.source import WeightSource
+from interlock.engine.step import PageMap, Step
+from interlock.kv.cache import LayerCache
+from interlock.nn.context import ModelContext
+from interlock.nn.linear import ColumnParallelLinear, RowParallelLinear
+from interlock.nn.norm import RMSNorm
+from interlock.nn.rope import RopeTables
+from interlock.nn.sharding import shard_heads
+from interlock.plan.card import AttentionCard
+
+
+class Attention:
+    """One layer's attention, heads cut over the attention-TP group.
+
+    Args:
+        chunks: row chunks of a fused qkv tensor in the chunked layout (see ``checkpoint/qkv.py``).
+    """
+
+    def __init__(
+        self, card: AttentionCard, context: ModelContext, *, tables: RopeTables, eps: float, chunks: int
+    ) -> None:
+        group = context.groups.attn_tp
+        self._card, self._context, self._chunks = card, context, chunks
+        self._heads = shard_heads(card, group.size, group.rank)
+        self._window = None if card.window is None else card.window + context.plan.sliding_window_extra
+        self._cos_sin = tables.get(card.rope_theta, card.rotary_dim)
+        self._qkv = ColumnParallelLinear(context)
+        self._o = RowParallelLinear(
+            context,
+            in_features=card.num_heads * card.v_head_dim,
+            out_features=context.plan.card.hidden_size,
+        )
+        self._q_norm = RMSNorm(context, eps) if card.has_qk_norm else None
+        self._k_norm = RMSNorm(context, eps) if card.has_qk_norm else None
+        self._sinks: torch.Tensor | None = None
+
+    def load(self, source: WeightSource, prefix: str) -> None:
+        self._qkv.load(self._read_qkv(source, prefix))
+        self._o.load(source, prefix + "o_proj.weight")
+        if self._q_norm is not None and self._k_norm is not None:
+            self._q_norm.load(source, prefix + "q_norm.weight")
+            self._k_norm.load(source, prefix + "k_norm.weight")
+        if self._card.has_sink:
+            sinks = source.read(prefix + "attention_sink_bias", rows=[self._heads.q])
+            self._sinks = sinks.to(self._context.device)
+
+    def _read_qkv(self, source: WeightSource, prefix: str) -> torch.Tensor:
+        """[nh * hd + kvh * hd + kvh * vd, K] of this rank's heads, from three tensors or a fused one."""
+        card, heads, dtype = self._card, self._heads, self._context.dtype
+        if source.report.qkv_layout != "split":
+            chunks = self._chunks if source.report.qkv_layout == "chunked" else 1
+            rows = qkv_rows(card, chunks=chunks, q_heads=heads.q, kv_heads=heads.kv)
+            return source.read(prefix + "qkv_proj.weight", rows=rows, dtype=dtype)
+        parts = (
+            ("q", card.head_dim, heads.q),
+            ("k", card.head_dim, heads.kv),
+            ("v", card.v_head_dim, heads.kv),
+        )
+        return torch.cat(
+            [
+                source.read(
+                    f"{prefix}{name}_proj.weight",
+                    rows=[range(own.start * width, own.stop * width)],
+                    dtype=dtype,
+                )
+                for name, width, own in parts
+            ]
+        )
+
+    def __call__(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+        """x [n, h], normalised -> [n, h]; writes this step's keys and values to ``cache``."""
+        q, k, v = self._split(self._qkv(x))
+        if self._q_norm is not None and self._k_norm is not None:
+            q, k = self._q_norm(q), self._k_norm(k)
+        pages = self._pages(step)
+        kernels = self._context.kernels
+        q = kernels.rope_and_store(
+            q,
+            k,
+            v,
+            positions=step.positions,
+            cos_sin=self._cos_sin,
+            k_cache=cache.k,
+            v_cache=cache.v,
+            slots=pages.slots,
+            value_scale=self._card.value_scale,
+        )
+        out = kernels.paged_attention(
+            q,
+            k_cache=cache.k,
+            v_cache=cache.v,
+            page_table=pages.table,
+            query_start=step.query_start,
+            kv_len=step.kv_len,
+            scale=self._card.head_dim**-0.5,
+            window=self._window,
+            sinks=self._sinks,
+        )
+        return self._o(out.flatten(1))
+
+    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views [n, nh, hd], [n, kvh, hd], [n, kvh, vd] of one projection."""
+        hd, vd = self._card.head_dim, self._card.v_head_dim
+        nh, kvh = len(self._heads.q), len(self._heads.kv)
+        q, k, v = qkv.split([nh * hd, kvh * hd, kvh * vd], 1)
+        return q.unflatten(1, (nh, hd)), k.unflatten(1, (kvh, hd)), v.unflatten(1, (kvh, vd))
+
+    def _pages(self, step: Step) -> PageMap:
+        pages = step.full if self._window is None else step.window
+        assert pages is not None, "the step has no page map for this layer's page space"
+        return pages
