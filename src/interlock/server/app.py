@@ -1,0 +1,48 @@
+"""Builds the HTTP application: an OpenAI-compatible API in front of an engine."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import FastAPI
+
+from interlock.engine.client_protocol import EngineClient
+from interlock.server.auth import ApiKeyMiddleware
+from interlock.server.chat import chat_router
+from interlock.server.completions import completions_router
+from interlock.server.context import ServerContext
+from interlock.server.errors import install_error_handlers
+from interlock.server.info import info_router
+from interlock.server.metrics import Metrics, plan_digest
+from interlock.server.prompts import ContextLimit
+from interlock.server.settings import ServerSettings
+from interlock.server.token_names import TokenNames
+from interlock.server.tokens import tokens_router
+from interlock.tokenizer import Tokenizer
+
+
+def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
+    """The application. ``app.state.context`` holds what its endpoints share.
+
+    There is no CORS header and no interactive documentation (it would load scripts from elsewhere);
+    ``/openapi.json`` describes the API.
+    """
+    context = ServerContext(
+        engine=engine,
+        tokenizer=tokenizer,
+        settings=settings,
+        metrics=Metrics(engine, settings.model_names[0]),
+        names=TokenNames(tokenizer),
+        limit=ContextLimit.from_plan(engine.plan),
+        vocab_size=min(tokenizer.vocab_size, engine.plan.card.vocab_size),
+        created=int(time.time()),
+        fingerprint=f"plan-{plan_digest(engine.plan)}",
+    )
+    app = FastAPI(title="Interlock", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.context = context
+    for router in (completions_router, chat_router, tokens_router, info_router):
+        app.include_router(router(context))
+    install_error_handlers(app, context.metrics.rejected)
+    if settings.api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key, on_rejected=context.metrics.rejected)
+    return app

@@ -1,0 +1,163 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from interlock.engine.messages import SamplingParams
+from interlock.server.answers import Answer, collect
+from interlock.server.body import read_model
+from interlock.server.chat_prompt import render_chat
+from interlock.server.chunks import ChunkWriter, envelope, whole_answer
+from interlock.server.context import ServerContext
+from interlock.server.disconnect import until_disconnect
+from interlock.server.errors import bad_request
+from interlock.server.event_stream import EventStream
+from interlock.server.generation import Generation
+from interlock.server.logprobs import chat_logprobs, prompt_logprobs
+from interlock.server.openapi import describes
+from interlock.server.prompts import Prompt, encode_text
+from interlock.server.protocol import ChatBody
+from interlock.server.sampling import sampling_params
+
+
+def chat_router(context: ServerContext) -> APIRouter:
+    """The endpoint, bound to ``context``."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", openapi_extra=describes(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        arrival = time.perf_counter()
+        body = await read_model(request, ChatBody, max_bytes=context.settings.max_body_bytes)
+        answer = await _ChatRequest.build(body, context, arrival)
+        if body.stream:
+            return EventStream(answer.chunks())
+        content = await until_disconnect(request.receive, answer.whole())
+        return Response(content, media_type="application/json")
+
+    return router
+
+
+class _ChatRequest:
+    """A checked request: everything that can be refused has been when it exists."""
+
+    def __init__(
+        self, body: ChatBody, context: ServerContext, generation: Generation, request_id: str
+    ) -> None:
+        self._body = body
+        self._context = context
+        self._generation = generation
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self._envelope = envelope(kind, request_id, int(time.time()), body.model, context.fingerprint)
+
+    @classmethod
+    async def build(cls, body: ChatBody, context: ServerContext, arrival: float) -> _ChatRequest:
+        context.check_model(body.model)
+        _check_fields(body)
+        n = body.n or 1
+        context.check_choices(1, n)
+        text = render_chat(body, context.tokenizer)
+        ids = await encode_text(context.tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
+        if not ids:
+            raise bad_request("the chat template renders these messages to no tokens", param="messages")
+        prompt = Prompt(tuple(ids), text)
+        sampling = _sampling(body, context, prompt)
+        context.check_queue()
+        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        generation = Generation(
+            context,
+            prompts=[prompt],
+            samplings=[sampling],
+            n=n,
+            request_id=request_id,
+            priority=body.priority or 0,
+            arrival=arrival,
+        )
+        return cls(body, context, generation, request_id)
+
+    async def whole(self) -> bytes:
+        """The non-streamed answer."""
+        answers = await collect(self._generation)
+        extra: dict[str, Any] = {}
+        if self._body.prompt_logprobs is not None:
+            scored = answers[0].choice.output.prompt_logprobs
+            extra["prompt_logprobs"] = prompt_logprobs(scored, self._context.names)
+        choices = [self._choice(answer) for answer in answers]
+        return whole_answer(self._envelope, choices, self._generation.usage(), **extra)
+
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        return {
+            "index": answer.choice.index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": self._logprobs(answer.tokens),
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+
+    def _logprobs(self, tokens: Any) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return chat_logprobs(tokens, self._context.names, as_ids=as_ids)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The streamed answer, without the final ``[DONE]``."""
+        options = self._body.stream_options
+        generation = self._generation
+        include_usage = options is not None and options.include_usage
+        continuous = options is not None and options.continuous_usage_stats
+        writer = ChunkWriter(
+            self._envelope,
+            choices=len(generation.choices),
+            chat=True,
+            include_usage=include_usage,
+            usage_so_far=generation.usage if continuous else None,
+        )
+        opened: set[int] = set()
+        async for choice, piece in generation.pieces():
+            index = choice.index
+            if index not in opened:
+                opened.add(index)
+                yield writer.role(index)
+            if piece.text or piece.tokens:
+                yield writer.text(index, piece.text, self._logprobs(piece.tokens))
+            if piece.finish_reason is not None:
+                yield writer.finish(index, piece.finish_reason, piece.stop_reason)
+        if include_usage:
+            yield writer.usage(generation.usage())
+
+
+def _sampling(body: ChatBody, context: ServerContext, prompt: Prompt) -> SamplingParams:
+    requested = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    max_tokens = context.limit.answer_tokens(len(prompt.token_ids), requested, None, prompt_param="messages")
+    return sampling_params(
+        body,
+        settings=context.settings,
+        max_tokens=max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        vocab_size=context.vocab_size,
+    )
+
+
+def _check_fields(body: ChatBody) -> None:
+    both = (body.max_tokens, body.max_completion_tokens)
+    if None not in both and both[0] != both[1]:
+        raise bad_request(
+            f"max_tokens {both[0]} and max_completion_tokens {both[1]} differ; give one of them",
+            param="max_tokens",
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs: true", param="top_logprobs")
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("prompt_logprobs is not available in streams", param="prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream: true", param="stream_options")

@@ -1,0 +1,176 @@
+"""Runs all engine requests of one HTTP request and merges what they produce."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+
+from interlock.engine.client_protocol import EngineClient
+from interlock.engine.messages import AddRequest, SamplingParams, TokenDelta
+from interlock.server.context import ServerContext
+from interlock.server.errors import ApiError
+from interlock.server.metrics import Metrics
+from interlock.server.prompts import Prompt
+from interlock.server.sampling import seed_of_choice
+from interlock.server.text_output import Piece, PromptOnlyOutput, TextOutput
+from interlock.server.usage import usage
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One engine request and the text it becomes. ``index`` is the choice's place in the answer."""
+
+    index: int
+    prompt: Prompt
+    request: AddRequest
+    output: TextOutput
+
+
+class Generation:
+    """The choices of one HTTP request: choice i * n + j is sample j of prompt i."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        *,
+        prompts: Sequence[Prompt],
+        samplings: Sequence[SamplingParams],
+        n: int,
+        request_id: str,
+        priority: int,
+        arrival: float,
+        prompt_only: bool = False,
+    ) -> None:
+        """
+        Args:
+            samplings: one for each prompt, with the seed of choice 0.
+            request_id: unique in this process; choices append their index.
+            prompt_only: return no generated tokens; ``samplings`` ask for one, which is dropped.
+            arrival: ``time.perf_counter()`` when the HTTP request came.
+        """
+        self._engine: EngineClient = context.engine
+        self._metrics: Metrics = context.metrics
+        self._arrival = arrival
+        self._prompt_lengths = [len(prompt.token_ids) for prompt in prompts]
+        self.choices: list[Choice] = []
+        for prompt, sampling in zip(prompts, samplings, strict=True):
+            for sample in range(n):
+                index = len(self.choices)
+                own = msgspec.structs.replace(sampling, n=1, seed=seed_of_choice(sampling.seed, sample))
+                request = AddRequest(
+                    request_id=f"{request_id}-{index}",
+                    token_ids=prompt.token_ids,
+                    sampling=own,
+                    priority=priority,
+                )
+                detokenizer = context.detokenizer(skip_special_tokens=own.skip_special_tokens, continues=True)
+                output_class = PromptOnlyOutput if prompt_only else TextOutput
+                output = output_class(own, detokenizer)
+                self.choices.append(Choice(index, prompt, request, output))
+
+    def usage(self) -> dict[str, object]:
+        """Token counts so far."""
+        return usage([choice.output for choice in self.choices], self._prompt_lengths)
+
+    async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
+        """Pieces of all choices in order of arrival; each choice ends with a finish reason.
+
+        Leaving early, cancellation and errors abort every choice that is still running.
+
+        Raises:
+            ApiError: the engine failed one of the choices.
+        """
+        if len(self.choices) == 1:
+            choice = self.choices[0]
+            async with aclosing(self._run(choice)) as run:
+                async for piece in run:
+                    yield choice, piece
+            return
+        queue: asyncio.Queue[tuple[Choice, Piece] | Exception] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._feed(choice, queue)) for choice in self.choices]
+        try:
+            unfinished = len(tasks)
+            while unfinished:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                unfinished -= item[1].finish_reason is not None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _feed(self, choice: Choice, queue: asyncio.Queue[tuple[Choice, Piece] | Exception]) -> None:
+        try:
+            async with aclosing(self._run(choice)) as run:
+                async for piece in run:
+                    queue.put_nowait((choice, piece))
+        except Exception as error:
+            queue.put_nowait(error)
+
+    async def _run(self, choice: Choice) -> AsyncGenerator[Piece, None]:
+        """Pieces of one choice; sees to it that the engine's request ends and is counted once."""
+        output, request_id = choice.output, choice.request.request_id
+        timer = _TokenTimer(self._metrics, self._arrival)
+        self._metrics.started(len(choice.request.token_ids))
+        failed = False
+        stream = self._engine.stream(choice.request)
+        try:
+            async for delta in stream:
+                timer.saw(delta)
+                if delta.finish_reason == "error":
+                    output.engine_done = True
+                    raise ApiError(500, f"the engine failed this request: {delta.error}", code="engine_error")
+                piece = output.push(delta)
+                if piece.finish_reason is not None and not output.engine_done:
+                    await self._engine.abort(request_id)
+                    output.engine_done = True
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+            failed = True
+            raise ApiError(503, "the engine ended this request without a result", code="engine_error")
+        except Exception:
+            failed = True
+            raise
+        finally:
+            if not output.engine_done:
+                await self._engine.abort(request_id)
+            if output.finish_reason is not None:
+                timer.finished(output.finish_reason, output.completion_tokens)
+            elif failed:
+                self._metrics.failed()
+            else:
+                self._metrics.aborted()
+            if hasattr(stream, "aclose"):
+                await stream.aclose()
+
+
+class _TokenTimer:
+    """Times of one choice's tokens, into the metrics."""
+
+    def __init__(self, metrics: Metrics, arrival: float) -> None:
+        self._metrics = metrics
+        self._arrival = arrival
+        self._last: float | None = None
+
+    def saw(self, delta: TokenDelta) -> None:
+        if delta.queue_seconds is not None:
+            self._metrics.queued(delta.queue_seconds)
+        if not delta.token_ids:
+            return
+        now = time.perf_counter()
+        if self._last is None:
+            self._metrics.first_token(now - self._arrival)
+        else:
+            self._metrics.next_tokens(now - self._last, len(delta.token_ids))
+        self._last = now
+
+    def finished(self, reason: str, completion_tokens: int) -> None:
+        self._metrics.finished(reason, time.perf_counter() - self._arrival, completion_tokens)

@@ -1,0 +1,91 @@
+"""Endpoints that tell about the server: models, health, metrics, plan, version; and the cache flush."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from interlock.server.context import ServerContext
+from interlock.server.errors import ApiError
+from interlock.server.metrics import plan_digest
+
+_POLL_SECONDS = 0.02
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value, enc_hook=str), status, media_type="application/json")
+
+
+def info_router(context: ServerContext) -> APIRouter:
+    """The endpoints, bound to ``context``."""
+    router = APIRouter()
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": context.created,
+            "owned_by": "interlock",
+            "max_model_len": context.engine.plan.max_model_len,
+        }
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        """Models that are served."""
+        return _json({"object": "list", "data": [card(name) for name in context.settings.model_names]})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """One model."""
+        context.check_model(name)
+        return _json(card(name))
+
+    @router.get("/health")
+    async def health() -> Response:
+        """200 while the engine steps or idles as it should, else 503 with the reason."""
+        reason = context.engine.health()
+        if reason is None:
+            return _json({"status": "healthy"})
+        return _json({"status": "unhealthy", "reason": reason}, 503)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text format."""
+        return Response(context.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/plan")
+    async def plan() -> Response:
+        """The launch plan with provenance, and what each rank observed. Holds no secret: the plan knows only
+        whether a key is set."""
+        engine = context.engine
+        receipts = {str(rank): items for rank, items in engine.receipts.items()}
+        return _json({"digest": plan_digest(engine.plan), "plan": engine.plan, "receipts": receipts})
+
+    @router.get("/version")
+    async def version_() -> Response:
+        """Version of the package."""
+        return _json({"version": version("interlock")})
+
+    @router.post("/flush_cache")
+    async def flush_cache(wait: Annotated[float, Query(ge=0, le=600, allow_inf_nan=False)] = 0.0) -> Response:
+        """Empty the prefix cache; while requests run, 409 or wait up to ``wait`` seconds."""
+        deadline = time.monotonic() + wait
+        while (live := context.live_requests()) and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+        if live:
+            raise ApiError(
+                409,
+                f"not flushed: {live} requests are live; try again when idle, or with ?wait=SECONDS",
+                code="busy",
+            )
+        await context.engine.flush_cache()
+        return _json({"status": "flushed"})
+
+    return router

@@ -1,0 +1,278 @@
+"""Prometheus metrics. Names follow vLLM's where the meaning is the same, with the prefix ``interlock:``.
+
+``METRIC_NAMES`` is the documented list; a test compares it with what ``/metrics`` exposes. An engine request
+(one choice) is counted once as started and once as finished, aborted or failed, so that
+started = finished + aborted + failed + live.
+No method raises: a fault in the metrics is logged and never reaches a request.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from interlock.engine.client_protocol import EngineClient
+from interlock.engine.messages import SchedulerStats
+from interlock.plan.launch_plan import LaunchPlan
+
+_log = logging.getLogger("interlock.server")
+_P = ParamSpec("_P")
+
+_TTFT_BUCKETS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_ITL_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+)
+_E2E_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_TOKEN_BUCKETS = tuple(2**power for power in range(18))
+
+_GAUGES: dict[str, tuple[str, Callable[[SchedulerStats], float]]] = {
+    "interlock:num_requests_running": ("Requests in the running batch.", lambda s: s.running),
+    "interlock:num_requests_waiting": ("Requests waiting for admission.", lambda s: s.waiting),
+    "interlock:kv_cache_usage_perc": (
+        "Share of full-attention KV pages that running requests own, 0 to 1.",
+        lambda s: _share(s.full_pages - s.full_pages_free - s.full_pages_cached, s.full_pages),
+    ),
+    "interlock:kv_window_cache_usage_perc": (
+        "Share of sliding-window KV pages that running requests own, 0 to 1.",
+        lambda s: _share(s.window_pages - s.window_pages_free - s.window_pages_cached, s.window_pages),
+    ),
+}
+_COUNTERS: dict[str, tuple[str, Callable[[SchedulerStats], float]]] = {
+    "interlock:prompt_tokens": ("Prompt tokens admitted.", lambda s: s.prompt_tokens_total),
+    "interlock:generation_tokens": ("Tokens generated.", lambda s: s.generated_tokens_total),
+    "interlock:prefix_cache_queries": (
+        "Prompt tokens looked up in the prefix tree.",
+        lambda s: s.prefix_queries_total,
+    ),
+    "interlock:prefix_cache_hits": ("Prompt tokens found in the prefix tree.", lambda s: s.prefix_hits_total),
+    "interlock:num_preemptions": ("Retractions of running requests.", lambda s: s.retractions_total),
+    "interlock:num_aborts": ("Aborts seen by the scheduler.", lambda s: s.aborts_total),
+    "interlock:prefill_steps": ("Prefill steps.", lambda s: s.steps_prefill_total),
+    "interlock:decode_steps": ("Decode steps.", lambda s: s.steps_decode_total),
+}
+
+METRIC_NAMES = frozenset(
+    {
+        *_GAUGES,
+        *_COUNTERS,
+        "interlock:engine_healthy",
+        "interlock:plan_info",
+        "interlock:requests_started",
+        "interlock:request_success",
+        "interlock:requests_aborted",
+        "interlock:requests_failed",
+        "interlock:requests_rejected",
+        "interlock:requests_live",
+        "interlock:time_to_first_token_seconds",
+        "interlock:inter_token_latency_seconds",
+        "interlock:e2e_request_latency_seconds",
+        "interlock:request_queue_time_seconds",
+        "interlock:request_prompt_tokens",
+        "interlock:request_generation_tokens",
+    }
+)
+
+
+def plan_digest(plan: LaunchPlan) -> str:
+    """Sixteen hex digits that name a plan's content."""
+    return hashlib.sha256(msgspec.json.encode(plan)).hexdigest()[:16]
+
+
+def _never_raises(method: Callable[_P, None]) -> Callable[_P, None]:
+    @functools.wraps(method)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            method(*args, **kwargs)
+        except Exception:
+            _log.exception("metrics: %s failed", method.__name__)
+
+    return guarded
+
+
+class Metrics:
+    """All metrics of one server, in a registry of their own.
+
+    Attributes:
+        live: choices that were submitted to the engine and have not ended.
+    """
+
+    def __init__(self, engine: EngineClient, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        labels = {"model_name": model_name}
+
+        def counter(name: str, text: str, *extra: str) -> Counter:
+            return Counter(name, text, ["model_name", *extra], registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets).labels(
+                **labels
+            )
+
+        self._model_name = model_name
+        self._started = counter("interlock:requests_started", "Choices submitted to the engine.").labels(
+            **labels
+        )
+        self._success = counter("interlock:request_success", "Choices that ended.", "finished_reason")
+        self._aborted = counter("interlock:requests_aborted", "Choices whose client went away.").labels(
+            **labels
+        )
+        self._failed = counter("interlock:requests_failed", "Choices that the engine failed.").labels(
+            **labels
+        )
+        self._rejected = counter("interlock:requests_rejected", "HTTP requests refused.", "status")
+        self.live = 0
+        live = Gauge(
+            "interlock:requests_live",
+            "Choices submitted and not ended.",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(**labels)
+        live.set_function(lambda: self.live)
+        self._ttft = histogram(
+            "interlock:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS
+        )
+        self._itl = histogram(
+            "interlock:inter_token_latency_seconds", "Between tokens of a choice.", _ITL_BUCKETS
+        )
+        self._e2e = histogram("interlock:e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS)
+        self._queue = histogram(
+            "interlock:request_queue_time_seconds", "Arrival at the scheduler to admission.", _TTFT_BUCKETS
+        )
+        self._prompt = histogram("interlock:request_prompt_tokens", "Prompt length.", _TOKEN_BUCKETS)
+        self._generated = histogram("interlock:request_generation_tokens", "Answer length.", _TOKEN_BUCKETS)
+        self.registry.register(_EngineCollector(engine, model_name))
+
+    def exposition(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self.registry)
+
+    @_never_raises
+    def started(self, prompt_tokens: int) -> None:
+        self._started.inc()
+        self.live += 1
+        self._prompt.observe(prompt_tokens)
+
+    @_never_raises
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    @_never_raises
+    def queued(self, seconds: float) -> None:
+        self._queue.observe(seconds)
+
+    @_never_raises
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """``count`` tokens arrived together ``seconds`` after the last ones."""
+        for _ in range(count):
+            self._itl.observe(seconds / count)
+
+    @_never_raises
+    def finished(self, reason: str, seconds: float, completion_tokens: int) -> None:
+        self.live -= 1
+        self._success.labels(model_name=self._model_name, finished_reason=reason).inc()
+        self._e2e.observe(seconds)
+        self._generated.observe(completion_tokens)
+
+    @_never_raises
+    def aborted(self) -> None:
+        self.live -= 1
+        self._aborted.inc()
+
+    @_never_raises
+    def failed(self) -> None:
+        self.live -= 1
+        self._failed.inc()
+
+    @_never_raises
+    def rejected(self, status: int) -> None:
+        self._rejected.labels(model_name=self._model_name, status=str(status)).inc()
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+class _EngineCollector(Collector):
+    """Reads the schedulers' counters when scraped; keeps the last ones when the engine cannot say."""
+
+    def __init__(self, engine: EngineClient, model_name: str) -> None:
+        self._engine = engine
+        self._model_name = model_name
+        self._digest = plan_digest(engine.plan)
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            stats = self._engine.stats()
+            healthy = self._engine.health() is None
+        except Exception:
+            _log.exception("metrics: the engine's counters are not available")
+            stats, healthy = (), False
+        labels = ["model_name", "replica"]
+        families: list[tuple[Any, Callable[[SchedulerStats], float]]] = [
+            *((GaugeMetricFamily(name, text, labels=labels), get) for name, (text, get) in _GAUGES.items()),
+            *(
+                (CounterMetricFamily(name, text, labels=labels), get)
+                for name, (text, get) in _COUNTERS.items()
+            ),
+        ]
+        for family, get in families:
+            for scheduler in stats:
+                family.add_metric([self._model_name, str(scheduler.replica)], get(scheduler))
+            yield family
+        health = GaugeMetricFamily(
+            "interlock:engine_healthy", "1 while the engine is healthy.", labels=["model_name"]
+        )
+        health.add_metric([self._model_name], float(healthy))
+        yield health
+        info = GaugeMetricFamily(
+            "interlock:plan_info", "Always 1; labels name the launch plan.", labels=["model_name", "digest"]
+        )
+        info.add_metric([self._model_name, self._digest], 1.0)
+        yield info
