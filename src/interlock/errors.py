@@ -27,7 +27,7 @@ class Refusal(InterlockError):
         super().__init__(self._message())
 
     def _message(self) -> str:
-        text = f"{self.option} {self.given}: {self.rule}"
+        text = f"{self.option} {self.given}".rstrip() + f": {self.rule}"
         if self.alternatives:
             text += "\nwhat would work: " + "; ".join(self.alternatives)
         return text

@@ -1,0 +1,112 @@
+"""Token limits of a step, and the capacity T that follows from them.
+
+T of a phase is what one rank may dispatch in one step. The scheduler's limits hold for each attention
+replica; its attention-TP ranks share the tokens of a step out before they dispatch, except in a layout in
+which every rank holds all tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from interlock.errors import Refusal
+from interlock.moe.terms import Layout, Phase
+from interlock.options import Options
+from interlock.plan.decided import Decided, asked_integer, integer, rule
+from interlock.plan.moe import Experts
+from interlock.plan.topology import World
+
+DEFAULT_CHUNK: Final = {"cpu": 512, "cuda": 8192}
+DEFAULT_RUNNING: Final = {"cpu": 64, "cuda": 256}
+DRAFT_TOKENS: Final = 1
+"""Tokens that a running request adds to a decode step; more than one with speculative decoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Tokens and requests of one step. All sizes are for each replica, capacities for each rank."""
+
+    page_size: Decided[int]
+    chunked_prefill_size: Decided[int]
+    max_running_requests: Decided[int]
+    prefill_capacity: Decided[int]
+    decode_capacity: Decided[int]
+
+
+def decide_limits(options: Options, world: World, experts: Experts, device: str) -> Limits:
+    """Limits that fit each other; a chunk or a batch larger than a given T is refused."""
+    page = integer(options, "page_size")
+    chunk, prefill = _limit_and_capacity(
+        options,
+        limit="chunked_prefill_size",
+        capacity="moe_prefill_capacity",
+        preset=max(DEFAULT_CHUNK[device], page.value),
+        device=device,
+        split=_split(experts.layout_prefill.value, world),
+        what=(Phase.PREFILL, "a chunk of {} tokens"),
+    )
+    running, decode = _limit_and_capacity(
+        options,
+        limit="max_running_requests",
+        capacity="moe_decode_capacity",
+        preset=DEFAULT_RUNNING[device],
+        device=device,
+        split=_split(experts.layout_decode.value, world),
+        what=(Phase.DECODE, "a batch of {} requests"),
+    )
+    if chunk.value < page.value:
+        raise Refusal(
+            option="--chunked-prefill-size",
+            given=chunk.value,
+            rule=f"a chunk must hold at least one page of {page.value} tokens (--page-size)",
+            alternatives=[f"--chunked-prefill-size {page.value}", f"--page-size {chunk.value}"],
+        )
+    return Limits(page, chunk, running, prefill, decode)
+
+
+def _split(layout: Layout, world: World) -> int:
+    """Ranks that share the tokens of a replica out before they dispatch."""
+    return 1 if layout is Layout.REPLICATED else world.attn_tp_size
+
+
+def _limit_and_capacity(
+    options: Options,
+    *,
+    limit: str,
+    capacity: str,
+    preset: int,
+    device: str,
+    split: int,
+    what: tuple[Phase, str],
+) -> tuple[Decided[int], Decided[int]]:
+    """One phase's limit and T: each from the other, from the preset, or checked when both are given."""
+    asked_limit, asked_capacity = asked_integer(options, limit), asked_integer(options, capacity)
+    limit_flag, capacity_flag = _flag(limit), _flag(capacity)
+    phase, step = what
+    if asked_limit is None:
+        reach = asked_capacity.value * split // DRAFT_TOKENS if asked_capacity else preset
+        reason = f"default on {device}" if reach >= preset else f"what {capacity_flag} allows"
+        asked_limit = rule(min(preset, reach), reason)
+    tokens = asked_limit.value * DRAFT_TOKENS
+    needed = -(-tokens // split)
+    shared = f", shared out over {split} attention-TP ranks" if split > 1 else ""
+    if asked_capacity is None:
+        reason = f"{step.format(asked_limit.value)} is the largest {phase} step{shared}"
+        return asked_limit, rule(needed, reason)
+    if asked_capacity.value < needed:
+        raise Refusal(
+            option=capacity_flag,
+            given=asked_capacity.value,
+            rule=f"{step.format(asked_limit.value)} ({limit_flag}) is {needed} tokens on a rank{shared}, "
+            f"more than this T",
+            alternatives=[
+                f"{capacity_flag} {needed}",
+                f"{limit_flag} {max(1, asked_capacity.value * split // DRAFT_TOKENS)}",
+            ],
+        )
+    return asked_limit, asked_capacity
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,101 @@
+"""Where and in what the ranks compute: device, kernels, threads and dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from interlock.errors import Refusal
+from interlock.options import Options
+from interlock.plan.card import ModelCard
+from interlock.plan.decided import Decided, asked_integer, asked_text, from_model, rule
+from interlock.plan.facts import MachineFacts
+from interlock.plan.join import Declarations
+from interlock.plan.topology import World
+
+NATIVE, REFERENCE = "cpu", "torch"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """The items of this module."""
+
+    device: Decided[str]
+    kernels: Decided[str]
+    threads: Decided[int]
+    dtype: Decided[str]
+    kv_cache_dtype: Decided[str]
+
+    def items(self) -> dict[str, Decided[Any]]:
+        return {
+            "device": self.device,
+            "kernels": self.kernels,
+            "threads": self.threads,
+            "dtype": self.dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
+        }
+
+
+def decide_compute(
+    options: Options, card: ModelCard, facts: MachineFacts, world: World, declared: Declarations
+) -> Compute:
+    """Device, kernels, threads and dtypes that exist on this machine."""
+    device = _device(options, facts, world, declared)
+    dtype = asked_text(options, "dtype") or _card_dtype(card)
+    kv_dtype = asked_text(options, "kv_cache_dtype") or rule(dtype.value, "as --dtype")
+    return Compute(
+        device, _kernels(options, facts, device.value), _threads(options, facts, world), dtype, kv_dtype
+    )
+
+
+def _device(options: Options, facts: MachineFacts, world: World, declared: Declarations) -> Decided[str]:
+    asked = asked_text(options, "device")
+    count, needed = len(facts.devices), world.local_ranks
+    torch_version = facts.packages.get("torch", "")
+    problem = None
+    if count < needed:
+        problem = f"{needed} ranks of this machine need {needed} GPUs; {count} found"
+    elif torch_version.endswith("+cpu"):
+        problem = f"torch {torch_version} is a build without CUDA"
+    if asked is not None and asked.value == "cuda" and problem:
+        alternatives = ["--device cpu"]
+        if 0 < count < needed and not torch_version.endswith("+cpu"):
+            alternatives.append(f"--tp-size {count * world.nnodes.value}")
+        raise Refusal(option="--device", given="cuda", rule=problem, alternatives=alternatives)
+    if asked is not None:
+        return asked
+    if problem:
+        return rule("cpu", problem if count else "no GPU found")
+    return rule("cuda", f"{count} GPUs found for {needed} ranks")
+
+
+def _kernels(options: Options, facts: MachineFacts, device: str) -> Decided[str]:
+    asked = asked_text(options, "kernels")
+    problem = facts.native_kernels_problem
+    if device != "cpu":
+        problem = f"the native kernels run on a CPU, and --device is {device}"
+    if asked is None:
+        if problem:
+            return rule(REFERENCE, f"native CPU kernels cannot be used: {problem}")
+        return rule(NATIVE, "a C++ compiler is there, and --device is cpu")
+    if asked.value == NATIVE and problem:
+        raise Refusal(
+            option="--kernels", given=asked.value, rule=problem, alternatives=[f"--kernels {REFERENCE}"]
+        )
+    return asked
+
+
+def _threads(options: Options, facts: MachineFacts, world: World) -> Decided[int]:
+    asked = asked_integer(options, "threads")
+    if asked is not None:
+        return asked
+    threads = max(1, facts.cores // world.local_ranks)
+    return rule(threads, f"{facts.cores} cores for {world.local_ranks} ranks of this machine")
+
+
+def _card_dtype(card: ModelCard) -> Decided[str]:
+    if card.weight_format == "fp8_block":
+        return from_model(
+            card.dtype, "the checkpoint's own; its fp8 weights are dequantised to it on loading"
+        )
+    return from_model(card.dtype, "the checkpoint's own")

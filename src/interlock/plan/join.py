@@ -1,0 +1,156 @@
+"""Joining declarations: which a2a backend, runner and layouts go together here, and why others do not.
+
+The only knowledge of a backend or runner is what it declares; no name appears in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from interlock.moe.terms import Layout, Phase
+from interlock.plan.facts import MachineFacts
+
+if TYPE_CHECKING:
+    from interlock.moe.a2a.base import A2ABackend
+    from interlock.moe.experts.base import ExpertRunner
+
+PREFERRED: Final[Mapping[Phase, tuple[Layout, ...]]] = {
+    Phase.PREFILL: (Layout.CONTIGUOUS, Layout.MASKED, Layout.REPLICATED),
+    Phase.DECODE: (Layout.MASKED, Layout.CONTIGUOUS, Layout.REPLICATED),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Declarations:
+    """Everything registered, by name."""
+
+    a2a: Mapping[str, A2ABackend]
+    runners: Mapping[str, ExpertRunner]
+
+    @staticmethod
+    def registered() -> Declarations:
+        """Built-in and third-party declarations."""
+        from interlock.moe.a2a.registry import a2a_backends
+        from interlock.moe.experts.registry import expert_runners
+
+        return Declarations(a2a_backends().entries, expert_runners().entries)
+
+    def packages(self) -> set[str]:
+        """Distribution names that any declaration needs."""
+        requirements = [text for backend in self.a2a.values() for text in backend.packages]
+        requirements += [text for runner in self.runners.values() for text in runner.packages]
+        return {requirement_name(text) for text in requirements}
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What declarations are matched against.
+
+    Attributes:
+        weight_format: the checkpoint's.
+        ep_size: None where the size is not decided yet.
+    """
+
+    device: str
+    kernels: str
+    dtype: str
+    weight_format: str
+    hidden_size: int
+    nnodes: int
+    deterministic: bool
+    facts: MachineFacts
+    ep_size: int | None = None
+
+    def with_ep_size(self, ep_size: int) -> Situation:
+        return replace(self, ep_size=ep_size)
+
+
+def exchanges(backend: A2ABackend) -> bool:
+    """Whether tokens move between ranks in any phase (some layout is not ``REPLICATED``)."""
+    return any(layout is not Layout.REPLICATED for layouts in backend.layouts.values() for layout in layouts)
+
+
+def a2a_problem(backend: A2ABackend, here: Situation) -> str | None:
+    """Why ``backend`` cannot be used, or None."""
+    if here.device not in backend.devices:
+        return f"runs on {_list(backend.devices)}, not on {here.device}"
+    if here.nnodes > 1 and not backend.spans_nodes:
+        return f"reaches ranks of one machine only, and --nnodes is {here.nnodes}"
+    if here.dtype not in backend.row_dtypes:
+        return f"carries rows of {_list(backend.row_dtypes)}, not {here.dtype}"
+    if here.hidden_size % backend.hidden_multiple:
+        return f"needs a hidden size that is a multiple of {backend.hidden_multiple}, not {here.hidden_size}"
+    if here.ep_size is not None and here.ep_size < backend.min_ranks:
+        return f"needs at least {backend.min_ranks} expert-parallel ranks, not {here.ep_size}"
+    if here.ep_size is not None and backend.max_ranks is not None and here.ep_size > backend.max_ranks:
+        return f"works with at most {backend.max_ranks} expert-parallel ranks, not {here.ep_size}"
+    if backend.native and here.facts.native_kernels_problem:
+        return f"needs the compiled CPU library: {here.facts.native_kernels_problem}"
+    return package_problem(backend.packages, here.facts)
+
+
+def runner_problem(runner: ExpertRunner, here: Situation) -> str | None:
+    """Why ``runner`` cannot be used, whatever the a2a backend, or None."""
+    if here.device not in runner.devices:
+        return f"runs on {_list(runner.devices)}, not on {here.device}"
+    if runner.kernels and here.kernels not in runner.kernels:
+        return f"needs --kernels {' or '.join(sorted(runner.kernels))}, not {here.kernels}"
+    if here.dtype not in runner.activation_dtypes or here.dtype not in runner.row_dtypes:
+        return f"computes in {_list(runner.activation_dtypes)}, not {here.dtype}"
+    if here.weight_format not in runner.weight_formats:
+        return f"loads weights in {_list(runner.weight_formats)}, not {here.weight_format}"
+    if here.deterministic and not runner.row_invariant:
+        return "is not row-invariant, which --deterministic needs"
+    return package_problem(runner.packages, here.facts)
+
+
+def shared_layout(backend: A2ABackend, runner: ExpertRunner, phase: Phase) -> Layout | None:
+    """The layout that both know in ``phase``, by preference; None where the pair does not exist."""
+    common = backend.layouts.get(phase, frozenset()) & runner.layouts
+    return next((layout for layout in PREFERRED[phase] if layout in common), None)
+
+
+def pair_problem(backend: A2ABackend, runner: ExpertRunner) -> str | None:
+    """Why the two do not go together, or None."""
+    for phase in Phase:
+        if shared_layout(backend, runner, phase) is None:
+            return (
+                f"in {phase} it takes rows as {_list(runner.layouts)}, and "
+                f"--moe-a2a-backend {backend.name} gives {_list(backend.layouts.get(phase, ()))}"
+            )
+    return None
+
+
+def requirement_name(requirement: str) -> str:
+    """``"torch>=2.11"`` -> ``"torch"``."""
+    from packaging.requirements import Requirement
+
+    return Requirement(requirement).name
+
+
+def package_problem(requirements: Iterable[str], facts: MachineFacts) -> str | None:
+    """The first of ``requirements`` (PEP 508 texts) that is missing or has another version, or None."""
+    for text in requirements:
+        from packaging.requirements import Requirement
+
+        needed = Requirement(text)
+        version = facts.packages.get(needed.name)
+        if version is None:
+            return f"needs the package {text}, which is not installed (pip install '{text}')"
+        if not needed.specifier.contains(version, prereleases=True):
+            return f"needs the package {text}; {version} is installed (pip install '{text}')"
+    return None
+
+
+def candidates(
+    backend: A2ABackend, runners: Mapping[str, ExpertRunner], here: Situation
+) -> Iterator[tuple[ExpertRunner, str | None]]:
+    """Runners by descending priority, each with why it cannot serve ``backend`` here, or None."""
+    for runner in sorted(runners.values(), key=lambda runner: (-runner.priority, runner.name)):
+        yield runner, runner_problem(runner, here) or pair_problem(backend, runner)
+
+
+def _list(names: Iterable[str]) -> str:
+    return " or ".join(sorted(map(str, names))) or "nothing"

@@ -1,0 +1,126 @@
+"""The MoE items: a2a backend, runner and the layout of each phase, decided from declarations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from interlock.errors import Refusal
+from interlock.moe.terms import Layout, Phase
+from interlock.options import Options
+from interlock.plan.card import ModelCard
+from interlock.plan.decided import Decided, asked_text, rule, text
+from interlock.plan.join import Declarations, Situation, a2a_problem, candidates, exchanges, shared_layout
+
+if TYPE_CHECKING:
+    from interlock.moe.a2a.base import A2ABackend
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """How the experts are fed and computed. ``runner`` is "none" in a model without experts."""
+
+    runner: Decided[str]
+    layout_prefill: Decided[Layout]
+    layout_decode: Decided[Layout]
+
+
+def decide_a2a(
+    options: Options, card: ModelCard, declared: Declarations, here: Situation
+) -> tuple[Decided[str], A2ABackend]:
+    """The a2a backend, checked against everything but the EP size."""
+    name = text(options, "moe_a2a_backend")
+    backend = declared.a2a[name.value]
+    if card.experts is None and exchanges(backend):
+        raise Refusal(
+            option="--moe-a2a-backend",
+            given=name.value,
+            rule="this model has no experts, so the option would have no effect",
+            alternatives=_other_backends(declared, card, here),
+        )
+    _refuse_a2a(name.value, backend, declared, card, here)
+    return name, backend
+
+
+def check_a2a(backend: A2ABackend, card: ModelCard, declared: Declarations, here: Situation) -> None:
+    """Check again, now that ``here.ep_size`` is known."""
+    if card.experts is not None:
+        _refuse_a2a(backend.name, backend, declared, card, here)
+
+
+def decide_experts(
+    options: Options, card: ModelCard, backend: A2ABackend, declared: Declarations, here: Situation
+) -> Experts:
+    """The runner, and the layout that it shares with the backend in each phase."""
+    if card.experts is None:
+        layout = rule(Layout.REPLICATED, "the model has no experts")
+        if (given := asked_text(options, "moe_runner_backend")) is not None:
+            raise Refusal(
+                option="--moe-runner-backend",
+                given=given.value,
+                rule="this model has no experts, so the option would have no effect",
+                alternatives=["--moe-runner-backend auto"],
+            )
+        return Experts(rule("none", "the model has no experts"), layout, layout)
+    runner = _decide_runner(options, backend, declared, here)
+    layouts = {phase: shared_layout(backend, declared.runners[runner.value], phase) for phase in Phase}
+    reason = f"both --moe-a2a-backend {backend.name} and runner {runner.value} declare it for this phase"
+    prefill, decode = layouts[Phase.PREFILL], layouts[Phase.DECODE]
+    assert prefill is not None, "pair_problem found one"
+    assert decode is not None, "pair_problem found one"
+    return Experts(runner, rule(prefill, reason), rule(decode, reason))
+
+
+def _decide_runner(
+    options: Options, backend: A2ABackend, declared: Declarations, here: Situation
+) -> Decided[str]:
+    verdicts = {runner.name: problem for runner, problem in candidates(backend, declared.runners, here)}
+    working = [name for name, problem in verdicts.items() if problem is None]
+    given = asked_text(options, "moe_runner_backend")
+    if given is not None:
+        problem = verdicts[given.value]
+        if problem is None:
+            return given
+        raise Refusal(
+            option="--moe-runner-backend",
+            given=given.value,
+            rule=f"with --moe-a2a-backend {backend.name}: {problem}",
+            alternatives=[f"--moe-runner-backend {name}" for name in working],
+        )
+    if not working:
+        reasons = "; ".join(f"{name} {problem}" for name, problem in verdicts.items())
+        raise Refusal(
+            option="--moe-a2a-backend",
+            given=backend.name,
+            rule=f"no --moe-runner-backend can serve it here: {reasons}",
+        )
+    chosen = working[0]
+    better = "; ".join(f"{name} {problem}" for name, problem in _before(verdicts, chosen))
+    reason = f"first of {', '.join(working)} by declared priority for --moe-a2a-backend {backend.name}"
+    return rule(chosen, reason + (f" (passed over: {better})" if better else ""))
+
+
+def _before(verdicts: dict[str, str | None], chosen: str) -> list[tuple[str, str | None]]:
+    names = list(verdicts)
+    return [(name, verdicts[name]) for name in names[: names.index(chosen)]]
+
+
+def _refuse_a2a(
+    name: str, backend: A2ABackend, declared: Declarations, card: ModelCard, here: Situation
+) -> None:
+    problem = a2a_problem(backend, here)
+    if problem is not None:
+        raise Refusal(
+            option="--moe-a2a-backend",
+            given=name,
+            rule=problem,
+            alternatives=_other_backends(declared, card, here),
+        )
+
+
+def _other_backends(declared: Declarations, card: ModelCard, here: Situation) -> list[str]:
+    return [
+        f"--moe-a2a-backend {other.name}"
+        for other in declared.a2a.values()
+        if a2a_problem(other, here) is None and (card.experts is not None or not exchanges(other))
+    ]

@@ -1,0 +1,237 @@
+"""Options x model card x machine facts -> LaunchPlan, or a Refusal that says what would work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from interlock.errors import Refusal
+from interlock.moe.terms import Layout
+from interlock.options import Options
+from interlock.plan import decided as from_
+from interlock.plan.capacity import Limits, decide_limits
+from interlock.plan.card import ModelCard
+from interlock.plan.decided import Decided, asked_text, from_model, rule
+from interlock.plan.device import Compute, decide_compute
+from interlock.plan.facts import MachineFacts
+from interlock.plan.join import Declarations, Situation, exchanges
+from interlock.plan.launch_plan import LaunchPlan, Source
+from interlock.plan.memory import Fixed, PageSpaces, available_bytes, decide_pools, estimate, widest_window
+from interlock.plan.moe import check_a2a, decide_a2a, decide_experts
+from interlock.plan.nearest import with_alternatives
+from interlock.plan.shared_buffers import buffer_bytes, refuse_small_shm
+from interlock.plan.topology import World, decide_ep, decide_world
+from interlock.plan.weights import (
+    DTYPE_BYTES,
+    Slices,
+    activation_bytes,
+    expert_element_bytes,
+    kv_bytes_per_token,
+    weight_bytes,
+)
+
+
+def resolve(
+    options: Options,
+    card: ModelCard,
+    facts: MachineFacts,
+    *,
+    model_path: str | Path | None = None,
+    declared: Declarations | None = None,
+) -> LaunchPlan:
+    """The launch plan.
+
+    Args:
+        model_path: folder of the checkpoint; the option ``model`` where it is a path already.
+        declared: a2a backends and runners to join; everything registered by default.
+
+    Raises:
+        Refusal: the first rule that forbids the combination, with alternatives that were resolved and work.
+    """
+    declared = declared or Declarations.registered()
+    path = str(model_path if model_path is not None else options.text("model") or "")
+
+    def attempt(changed: Options) -> LaunchPlan:
+        return _resolve(changed, card, facts, path, declared)
+
+    try:
+        return attempt(options)
+    except Refusal as refusal:
+        raise with_alternatives(refusal, options, attempt) from None
+
+
+def _resolve(
+    options: Options, card: ModelCard, facts: MachineFacts, model_path: str, declared: Declarations
+) -> LaunchPlan:
+    """Decide every item in order of dependence; the first rule that does not hold raises."""
+    world = decide_world(options, card)
+    compute = decide_compute(options, card, facts, world, declared)
+    situation = Situation(
+        device=compute.device.value,
+        kernels=compute.kernels.value,
+        dtype=compute.dtype.value,
+        weight_format=card.weight_format,
+        hidden_size=card.hidden_size,
+        nnodes=world.nnodes.value,
+        deterministic=options.switch("deterministic"),
+        facts=facts,
+    )
+    a2a, backend = decide_a2a(options, card, declared, situation)
+    experts = decide_experts(options, card, backend, declared, situation)
+    runner = declared.runners.get(experts.runner.value)
+    keeps_blocks = card.weight_format == "fp8_block" and runner is not None and not runner.dequantises
+    tp = world.tp_size.value
+    ep = decide_ep(
+        options,
+        card,
+        tp,
+        exchanges=exchanges(backend),
+        full_ep=exchanges(backend) and backend.requires_full_ep,
+        sliced_block=max(card.weight_block) if keeps_blocks else 1,
+    )
+    check_a2a(backend, card, declared, situation.with_ep_size(ep.value))
+    limits = decide_limits(options, world, experts, compute.device.value)
+    slices = Slices(
+        attn_tp=world.attn_tp_size,
+        ep=ep.value,
+        experts_tp=tp // ep.value,
+        dtype_bytes=DTYPE_BYTES[compute.dtype.value],
+        expert_bytes=expert_element_bytes(card, compute.dtype.value, not keeps_blocks),
+    )
+    buffers = buffer_bytes(backend, card, experts, limits, ep.value, slices.dtype_bytes)
+    refuse_small_shm(backend, buffers, world.local_ranks, facts)
+    fixed = Fixed(
+        weights=weight_bytes(card, slices),
+        a2a_buffers=buffers,
+        activations=_activations(card, slices, limits, world, exchanging=exchanges(backend)),
+    )
+    extra = _window_extra(options, card)
+    spaces = _page_spaces(card, world, limits, compute, extra.value)
+    available = available_bytes(facts, compute.device.value, world.local_ranks)
+    pools = decide_pools(options, card, world, limits, spaces, fixed, available, compute.device.value)
+    items: dict[str, Decided[Any]] = {
+        **_identity(options, card, model_path),
+        **compute.items(),
+        "tp_size": world.tp_size,
+        "ep_size": ep,
+        "attn_dp_size": world.attn_dp_size,
+        "nnodes": world.nnodes,
+        "node_rank": world.node_rank,
+        "dist_init": world.dist_init,
+        "moe_a2a_backend": a2a,
+        "moe_runner_backend": experts.runner,
+        "moe_layout_prefill": _name(experts.layout_prefill),
+        "moe_layout_decode": _name(experts.layout_decode),
+        "moe_prefill_capacity": limits.prefill_capacity,
+        "moe_decode_capacity": limits.decode_capacity,
+        "moe_buffer_bytes": rule(
+            buffers, f"declared by --moe-a2a-backend {backend.name} for T and {ep.value} ranks"
+        ),
+        "deterministic": from_.switch(options, "deterministic"),
+        "max_model_len": pools.max_model_len,
+        "max_running_requests": limits.max_running_requests,
+        "chunked_prefill_size": limits.chunked_prefill_size,
+        "page_size": limits.page_size,
+        "full_pages": pools.full_pages,
+        "window_pages": pools.window_pages,
+        "prefix_cache": from_.switch(options, "prefix_cache"),
+        "sliding_window_extra": extra,
+        **_server(options),
+        "memory": rule(estimate(spaces, pools, fixed, available), "sum of the parts, on the largest rank"),
+    }
+    return _assemble(items)
+
+
+def _name(layout: Decided[Layout]) -> Decided[str]:
+    return Decided(layout.value.value, layout.source, layout.reason)
+
+
+def _assemble(items: Mapping[str, Decided[Any]]) -> LaunchPlan:
+    values = {name: item.value for name, item in items.items()}
+    provenance = {name: item.provenance for name, item in items.items()}
+    return LaunchPlan(**values, provenance=provenance)
+
+
+def _identity(options: Options, card: ModelCard, model_path: str) -> dict[str, Decided[Any]]:
+    model = asked_text(options, "model") or rule(model_path, "the folder that was given")
+    qkv = asked_text(options, "qkv_layout")
+    if qkv is not None and not card.fused_qkv:
+        raise Refusal(
+            option="--qkv-layout",
+            given=qkv.value,
+            rule="this checkpoint keeps q, k and v in separate tensors, so the option would have no effect",
+            alternatives=["--qkv-layout auto"],
+        )
+    found = "detected from the tensors" if card.fused_qkv else "q, k and v are separate tensors"
+    return {
+        "model": model,
+        "model_path": rule(model_path, "where the checkpoint was found"),
+        "model_family": from_model(card.family, f"architecture {card.architecture}"),
+        "card": from_model(card, "config.json"),
+        "served_model_name": asked_text(options, "served_model_name")
+        or rule(Path(model.value).name or model.value, "last part of MODEL"),
+        "load_format": from_.text(options, "load_format"),
+        "qkv_layout": qkv or rule("auto", found),
+        "seed": from_.integer(options, "seed"),
+    }
+
+
+def _server(options: Options) -> dict[str, Decided[Any]]:
+    port = from_.integer(options, "port")
+    if port.value > 65535:
+        raise Refusal(
+            option="--port", given=port.value, rule="ports end at 65535", alternatives=["--port 8000"]
+        )
+    key = next((name for name in ("api_key", "api_key_file") if options.is_set(name)), None)
+    return {
+        "host": from_.text(options, "host"),
+        "port": port,
+        "api_key_set": Decided(True, Source.USER, options.origin(key))
+        if key
+        else Decided(False, Source.DEFAULT, "default of --api-key"),
+        "stall_timeout": from_.number(options, "stall_timeout"),
+        "log_level": from_.text(options, "log_level"),
+    }
+
+
+def _window_extra(options: Options, card: ModelCard) -> Decided[int]:
+    extra = from_.integer(options, "sliding_window_extra")
+    if extra.value > 1:
+        raise Refusal(
+            option="--sliding-window-extra",
+            given=extra.value,
+            rule="a window of W is read as W keys (0) or W + 1 keys (1)",
+            alternatives=["--sliding-window-extra 0", "--sliding-window-extra 1"],
+        )
+    if extra.value and widest_window(card, 0) is None:
+        raise Refusal(
+            option="--sliding-window-extra",
+            given=extra.value,
+            rule="this model has no sliding-window layers, so the option would have no effect",
+            alternatives=["--sliding-window-extra 0"],
+        )
+    return extra
+
+
+def _page_spaces(card: ModelCard, world: World, limits: Limits, compute: Compute, extra: int) -> PageSpaces:
+    page, kv_bytes = limits.page_size.value, DTYPE_BYTES[compute.kv_cache_dtype.value]
+    attn_tp = world.attn_tp_size
+    return PageSpaces(
+        page_size=page,
+        full_page_bytes=page * kv_bytes_per_token(card, attn_tp, kv_bytes, window=False),
+        window_page_bytes=page * kv_bytes_per_token(card, attn_tp, kv_bytes, window=True),
+        window=widest_window(card, extra),
+    )
+
+
+def _activations(card: ModelCard, slices: Slices, limits: Limits, world: World, *, exchanging: bool) -> int:
+    tokens = max(limits.chunked_prefill_size.value, limits.max_running_requests.value)
+    own = max(limits.prefill_capacity.value, limits.decode_capacity.value)
+    return activation_bytes(
+        card,
+        slices,
+        tokens=tokens,
+        moe_tokens=own * slices.ep if exchanging else tokens * world.attn_dp_size.value,
+        logit_rows=limits.max_running_requests.value,
+    )

@@ -1,0 +1,59 @@
+"""Bytes that the a2a backend reserves, by its own formula, and whether shared memory can hold them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from interlock.errors import Refusal
+from interlock.moe.terms import Phase
+from interlock.plan.capacity import Limits
+from interlock.plan.card import ModelCard
+from interlock.plan.facts import MachineFacts
+from interlock.plan.memory import size
+from interlock.plan.moe import Experts
+
+if TYPE_CHECKING:
+    from interlock.moe.a2a.base import A2ABackend
+
+
+def buffer_bytes(
+    backend: A2ABackend, card: ModelCard, experts: Experts, limits: Limits, ep: int, dtype_bytes: int
+) -> int:
+    """What one rank reserves; 0 in a model without experts."""
+    from interlock.moe.a2a.base import BufferShape
+
+    if card.experts is None:
+        return 0
+    row = card.hidden_size * dtype_bytes
+    shape = BufferShape(
+        ranks=ep,
+        num_experts=card.experts.num_experts,
+        top_k=card.experts.top_k,
+        hidden_size=card.hidden_size,
+        row_bytes=row,
+        scale_bytes=0,
+        result_bytes=row,
+        capacity={
+            Phase.PREFILL: limits.prefill_capacity.value,
+            Phase.DECODE: limits.decode_capacity.value,
+        },
+        layouts={
+            Phase.PREFILL: experts.layout_prefill.value,
+            Phase.DECODE: experts.layout_decode.value,
+        },
+    )
+    return backend.buffer_bytes(shape)
+
+
+def refuse_small_shm(backend: A2ABackend, buffers: int, local_ranks: int, facts: MachineFacts) -> None:
+    """A backend whose only link is shared memory keeps its fixed buffers in /dev/shm."""
+    if not backend.fixed_capacity or backend.links != frozenset({"shared_memory"}):
+        return
+    needed = buffers * local_ranks
+    if needed > facts.shm_free:
+        raise Refusal(
+            option="--moe-a2a-backend",
+            given=backend.name,
+            rule=f"its buffers need {size(needed)} in /dev/shm for {local_ranks} ranks; "
+            f"{size(facts.shm_free)} is free there",
+        )

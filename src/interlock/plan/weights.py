@@ -1,0 +1,113 @@
+"""Bytes of a rank's weights and of the rows that flow through its layers, from the model card.
+
+Formulas count tensor elements: h hidden, V vocabulary, nh/kvh heads, hd/vd head sizes, I dense width,
+E experts of width i, k experts a token, n tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from interlock.plan.card import AttentionCard, ModelCard
+
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "fp8_e4m3": 1}
+FLOAT32: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Over how many ranks each part is sliced, and in what its elements are stored (bytes).
+
+    ``expert_bytes`` may be fractional: an fp8 block carries a float32 scale.
+    """
+
+    attn_tp: int
+    ep: int
+    experts_tp: int
+    dtype_bytes: int
+    expert_bytes: float
+
+
+def expert_element_bytes(card: ModelCard, dtype: str, dequantises: bool) -> float:
+    """Bytes of one expert weight in memory."""
+    if card.weight_format != "fp8_block" or dequantises:
+        return DTYPE_BYTES[dtype]
+    rows, columns = card.weight_block
+    return 1 + FLOAT32 / (rows * columns)
+
+
+def local_kv_heads(attention: AttentionCard, attn_tp: int) -> int:
+    """Key-value heads on one rank; copied when there are more ranks than heads."""
+    return max(1, attention.num_kv_heads // attn_tp)
+
+
+def weight_bytes(card: ModelCard, slices: Slices) -> int:
+    """Weights of the largest rank."""
+    hidden, size = card.hidden_size, slices.dtype_bytes
+    head_rows = card.vocab_size // slices.attn_tp
+    total = card.vocab_size * hidden * size + hidden * size
+    total += head_rows * hidden * size
+    for layer in card.layers:
+        total += _attention_bytes(layer.attention, hidden, slices) + 2 * hidden * size
+        total += _experts_bytes(card, slices) if layer.is_moe else _dense_bytes(card, slices)
+    return total
+
+
+def _attention_bytes(attention: AttentionCard, hidden: int, slices: Slices) -> int:
+    heads, kv_heads = attention.num_heads // slices.attn_tp, local_kv_heads(attention, slices.attn_tp)
+    rows = heads * attention.head_dim + kv_heads * (attention.head_dim + attention.v_head_dim)
+    output = heads * attention.v_head_dim
+    sinks = attention.num_heads * FLOAT32 if attention.has_sink else 0
+    return (rows + output) * hidden * slices.dtype_bytes + sinks
+
+
+def _dense_bytes(card: ModelCard, slices: Slices) -> int:
+    return 3 * card.hidden_size * (card.intermediate_size // slices.attn_tp) * slices.dtype_bytes
+
+
+def _experts_bytes(card: ModelCard, slices: Slices) -> int:
+    experts = card.experts
+    assert experts is not None
+    router = experts.num_experts * (card.hidden_size + 1) * FLOAT32
+    local = experts.num_experts // slices.ep
+    elements = 3 * card.hidden_size * (experts.intermediate_size // slices.experts_tp)
+    return router + int(local * elements * slices.expert_bytes)
+
+
+def activation_bytes(
+    card: ModelCard, slices: Slices, *, tokens: int, moe_tokens: int, logit_rows: int
+) -> int:
+    """Peak bytes of the tensors that live during one step.
+
+    Args:
+        tokens: of this rank's replica in the largest step.
+        moe_tokens: tokens whose experts this rank may compute (of all ranks, where no exchange happens).
+        logit_rows: rows of float32 logits, gathered over the vocabulary, with one copy for sampling.
+    """
+    hidden, size = card.hidden_size, slices.dtype_bytes
+    stream = 3 * tokens * hidden * size
+    widest = max(_attention_row(layer.attention, slices) for layer in card.layers)
+    layer_rows = [tokens * (widest + hidden) * size]
+    if any(not layer.is_moe for layer in card.layers):
+        layer_rows.append(tokens * (3 * (card.intermediate_size // slices.attn_tp) + hidden) * size)
+    if card.experts is not None:
+        width = 3 * card.experts.intermediate_size // slices.experts_tp
+        layer_rows.append(moe_tokens * (card.experts.top_k * (width + hidden) + hidden) * size)
+    logits = 2 * logit_rows * card.vocab_size * FLOAT32
+    return stream + max(*layer_rows, logits)
+
+
+def _attention_row(attention: AttentionCard, slices: Slices) -> int:
+    heads, kv_heads = attention.num_heads // slices.attn_tp, local_kv_heads(attention, slices.attn_tp)
+    q_and_out = heads * (2 * attention.head_dim + attention.v_head_dim)
+    return q_and_out + kv_heads * (attention.head_dim + attention.v_head_dim)
+
+
+def kv_bytes_per_token(card: ModelCard, attn_tp: int, kv_bytes: int, *, window: bool) -> int:
+    """Bytes of one token's keys and values in all layers of one page space, on one rank."""
+    return kv_bytes * sum(
+        local_kv_heads(layer.attention, attn_tp) * (layer.attention.head_dim + layer.attention.v_head_dim)
+        for layer in card.layers
+        if (layer.attention.window is not None) is window
+    )
