@@ -1,0 +1,521 @@
+"""Continuous batching for one replica: who computes what in the next step, and what its result means.
+
+The engine calls ``schedule``, runs the model on the batch, samples, and calls ``commit``; requests are added
+and aborted in between. No torch, no communication.
+
+**Why it cannot deadlock.** Requests are totally ordered by rank = (priority, arrival). A request that needs a
+page takes a free one, else one that only the prefix cache holds, else one of a request of larger rank, which
+is *retracted* (its tokens are kept and computed again later). So nobody can stop the admitted request of
+smallest rank, and when nobody is admitted the head of the queue is, whatever it needs. A request that needs
+more than the whole pool was refused when it was added; hence the smallest rank always finishes, and by
+induction all do.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from interlock.engine.admission import refusal
+from interlock.engine.assemble import decode_batch, prefill_batch
+from interlock.engine.batch import Batch, Chunk, Int64s, SamplingRows, idle_arrays
+from interlock.engine.messages import AddRequest, SchedulerStats, TokenDelta
+from interlock.engine.outcome import Outcome, StopRules, delta
+from interlock.engine.request import Request, State
+from interlock.engine.sampled import SampledTokens
+from interlock.engine.sequence_pages import SequencePages
+from interlock.engine.slots import SlotTable
+from interlock.engine.waiting import WaitingQueue
+from interlock.kv.prefix_tree import Node
+from interlock.kv.store import Geometry, PageStore
+from interlock.moe.terms import Phase
+from interlock.plan.launch_plan import LaunchPlan
+
+BLOCKED_RETRY_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one replica could do next: upper bounds of tokens for each phase, 0 where it has no work.
+
+    ``phase`` is what it would choose alone.
+    """
+
+    phase: Phase | None
+    prefill_tokens: int
+    decode_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Upper bound of tokens in the phase it would choose."""
+        if self.phase is None:
+            return 0
+        return self.prefill_tokens if self.phase is Phase.PREFILL else self.decode_tokens
+
+
+def agree(wanted: Sequence[Wanted], last: Phase | None) -> Phase | None:
+    """The phase that all replicas run next, from what each wants and the phase that all ran last.
+
+    Phases alternate while both have work somewhere, so neither starves.
+    """
+    prefill = any(w.prefill_tokens for w in wanted)
+    decode = any(w.decode_tokens for w in wanted)
+    if prefill and decode:
+        return Phase.DECODE if last is Phase.PREFILL else Phase.PREFILL
+    if prefill:
+        return Phase.PREFILL
+    return Phase.DECODE if decode else None
+
+
+@dataclass(slots=True)
+class _Counters:
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    retractions: int = 0
+    aborts: int = 0
+    steps_prefill: int = 0
+    steps_decode: int = 0
+
+
+class Scheduler:
+    """See the module. ``draw_seed`` gives the 64-bit seed of a request that brings none."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        *,
+        replica: int = 0,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(64),
+    ) -> None:
+        self.replica = replica
+        self.geometry = Geometry.of(plan)
+        self.store = PageStore(self.geometry, prefix_cache=plan.prefix_cache)
+        self.table = SlotTable(plan.max_running_requests, plan.max_model_len, self.geometry)
+        self.pages = SequencePages(self.store, self.table)
+        self._chunk_size = plan.chunked_prefill_size
+        self._max_model_len = plan.max_model_len
+        self._vocab_size = plan.card.vocab_size
+        self._eos_ids = frozenset(plan.card.eos_token_ids)
+        self._rules = StopRules(self.table, plan.card.eos_token_ids)
+        self._draw_seed = draw_seed
+        self._requests: dict[str, Request] = {}
+        self._waiting = WaitingQueue()
+        self._prefilling: dict[Request, None] = {}
+        self._decoding: dict[Request, None] = {}
+        self._decode_rows: tuple[tuple[Request, ...], Int64s] | None = None
+        self._in_flight: Batch | None = None
+        self._departing: list[Request] = []
+        self._last_phase: Phase | None = None
+        self._blocked: tuple[Request, int, int] | None = None
+        self._arrivals = 0
+        self._steps = 0
+        self._count = _Counters()
+
+    # ---- requests come and go
+
+    def add(self, message: AddRequest) -> list[TokenDelta]:
+        """Queue a request. A request that can never run, or whose id is in use, is refused at once with the
+        returned delta, whose ``finish_reason`` is "error"."""
+        if message.request_id in self._requests:
+            text = f"a request with the id {message.request_id!r} is still running; ids must be unique"
+            return [TokenDelta(request_id=message.request_id, finish_reason="error", error=text)]
+        problem = refusal(
+            message,
+            max_model_len=self._max_model_len,
+            vocab_size=self._vocab_size,
+            geometry=self.geometry,
+        )
+        if problem:
+            refused = TokenDelta(
+                request_id=message.request_id,
+                finish_reason="error",
+                error=problem,
+                prompt_tokens=len(message.token_ids),
+            )
+            return [refused]
+        seed = message.sampling.seed
+        request = Request(
+            message,
+            arrival=self._arrivals,
+            seed=self._draw_seed() if seed is None else seed,
+            eos_ids=self._eos_ids,
+        )
+        self._arrivals += 1
+        self._requests[request.id] = request
+        self._waiting.push(request)
+        return []
+
+    def abort(self, request_id: str) -> list[TokenDelta]:
+        """End a request wherever it is. Returns its last delta, or nothing when there is no such request
+        (any more). After this no delta of it appears, even if a step with it is in flight."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return []
+        self._count.aborts += 1
+        if request.state is State.WAITING:
+            self._waiting.forget(request)
+        if request.slot >= 0:
+            if self._in_flight is None:
+                self._leave(request)
+            else:
+                self._departing.append(request)
+        self._forget(request)
+        request.state = State.FINISHED
+        return [delta(request, (), finish_reason="abort")]
+
+    def flush_cache(self) -> int:
+        """Drop every cached prefix that no request uses; returns how many pages of tokens are still in use
+        (0: the prefix cache is empty)."""
+        self._blocked = None
+        return self.store.flush()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests) or self._in_flight is not None
+
+    @property
+    def last_phase(self) -> Phase | None:
+        """Phase of the last step, idle steps included."""
+        return self._last_phase
+
+    def stats(self) -> SchedulerStats:
+        """Counters. ``*_pages_cached`` are pages that only the prefix cache holds (they can be evicted), so
+        total - free - cached pages are in use by requests."""
+        full, window, tree, count = self.store.full, self.store.window, self.store.tree, self._count
+        return SchedulerStats(
+            replica=self.replica,
+            running=len(self._prefilling) + len(self._decoding),
+            waiting=len(self._waiting),
+            full_pages=full.total if full else 0,
+            full_pages_free=full.free if full else 0,
+            full_pages_cached=tree.full_idle if tree else 0,
+            window_pages=window.total if window else 0,
+            window_pages_free=window.free if window else 0,
+            window_pages_cached=tree.window_idle if tree else 0,
+            prompt_tokens_total=count.prompt_tokens,
+            generated_tokens_total=count.generated_tokens,
+            prefix_queries_total=count.prefix_queries,
+            prefix_hits_total=count.prefix_hits,
+            retractions_total=count.retractions,
+            aborts_total=count.aborts,
+            steps_prefill_total=count.steps_prefill,
+            steps_decode_total=count.steps_decode,
+        )
+
+    # ---- the next step
+
+    def wanted(self) -> Wanted:
+        """What this replica could do next; changes nothing."""
+        prefill = self._prefill_bound()
+        decode = len(self._decoding)
+        alone = Wanted(None, prefill, decode)
+        return Wanted(agree([alone], self._last_phase), prefill, decode)
+
+    def _prefill_bound(self) -> int:
+        total = sum(int(self.table.length[r.slot] - self.table.computed[r.slot]) for r in self._prefilling)
+        if total < self._chunk_size and self.table.free_rows and len(self._waiting):
+            head = self._waiting.head()
+            if head is not None and self._prefix_to_admit(head) is not None:
+                total += self._waiting.tokens
+        return min(total, self._chunk_size)
+
+    def schedule(self, phase: Phase | None = None) -> Batch | None:
+        """The next step; None when there is nothing to do (in that phase).
+
+        Args:
+            phase: the phase that all replicas agreed on; None lets this replica choose alone.
+
+        Raises:
+            RuntimeError: the previous batch has not been committed.
+        """
+        if self._in_flight is not None:
+            raise RuntimeError("the previous batch must be committed before the next is scheduled")
+        self._steps += 1
+        if phase is not None:
+            self._last_phase = phase
+            return self._launch(phase)
+        first = self.wanted().phase
+        if first is None:
+            return None
+        other = Phase.DECODE if first is Phase.PREFILL else Phase.PREFILL
+        return self._launch(first) or self._launch(other)
+
+    def idle_step(self, phase: Phase) -> Batch:
+        """A step of no tokens, for when other replicas work in ``phase`` and this one cannot."""
+        self._last_phase = phase
+        arrays = idle_arrays(phase, has_full=self.geometry.has_full, has_window=self.store.window is not None)
+        nobody = np.zeros(0, dtype=np.int64)
+        return Batch(arrays=arrays, requests=(), slots=nobody, sampling=SamplingRows.of(self.table, nobody))
+
+    def _launch(self, phase: Phase) -> Batch | None:
+        batch = self._schedule_prefill() if phase is Phase.PREFILL else self._schedule_decode()
+        if batch is not None:
+            self._in_flight = batch
+            self._last_phase = phase
+            if phase is Phase.PREFILL:
+                self._count.steps_prefill += 1
+            else:
+                self._count.steps_decode += 1
+        return batch
+
+    def _schedule_decode(self) -> Batch | None:
+        requests, slots = self._decode_order()
+        if not requests:
+            return None
+        page = (self.table.length[slots] - 1) // self.geometry.page_size
+        growing = page >= self.table.pages[slots]
+        count = int(np.count_nonzero(growing))
+        if count > self.store.available():
+            self._grow_under_pressure([requests[i] for i in np.flatnonzero(growing)])
+            requests, slots = self._decode_order()
+            if not requests:
+                return None
+        elif count:
+            rows, pages = slots[growing], page[growing]
+            if self.table.full is not None:
+                self.table.full[rows, pages] = self.store.take_full(count)
+            if self.table.window is not None:
+                self.table.window[rows, pages] = self.store.take_window(count)
+            self.table.pages[rows] += 1
+        return decode_batch(self.table, requests, slots, self.geometry.page_size)
+
+    def _decode_order(self) -> tuple[tuple[Request, ...], Int64s]:
+        if self._decode_rows is None:
+            requests = tuple(self._decoding)
+            self._decode_rows = requests, np.array([r.slot for r in requests], dtype=np.int64)
+        return self._decode_rows
+
+    def _grow_under_pressure(self, growing: list[Request]) -> None:
+        """One page for each request, smallest rank first, retracting from the other end."""
+        for request in sorted(growing, key=lambda r: r.rank):
+            if request.state is not State.DECODING:
+                continue
+            if self._secure_page(request):
+                self.pages.grow(request.slot, 1)
+            else:
+                self._retract(request)
+
+    def _schedule_prefill(self) -> Batch | None:
+        budget = self._chunk_size
+        chunks: list[Chunk] = []
+        admitted = sorted(self._prefilling, key=lambda r: r.rank)
+        admitted.reverse()
+        retractions = self._count.retractions
+        admitting = True
+        while budget > 0:
+            admitting = admitting and self._count.retractions == retractions
+            request = self._admit_before(admitted[-1] if admitted else None) if admitting else None
+            if request is None:
+                if not admitted:
+                    break
+                admitting = admitting and self._waiting.head() is not None
+                request = admitted.pop()
+                if request.state is not State.PREFILLING:
+                    continue
+            chunk = self._next_chunk(request, budget)
+            if chunk is not None:
+                chunks.append(chunk)
+                budget -= chunk.end - chunk.start
+        return prefill_batch(self.table, chunks, self.geometry.page_size) if chunks else None
+
+    def _next_chunk(self, request: Request, budget: int) -> Chunk | None:
+        """As many of the request's tokens as the budget and the pages allow, its pages taken."""
+        table, slot, size = self.table, request.slot, self.geometry.page_size
+        start, total = int(table.computed[slot]), int(table.length[slot])
+        most = min(total, start + budget)
+        held = int(table.pages[slot])
+        end = min(most, (held + self.store.available()) * size)
+        if end <= start:
+            if not self._secure_page(request):
+                return None
+            end = min(most, (held + self.store.available()) * size)
+        extra = self.geometry.pages(end) - held
+        if extra > 0:
+            self.pages.grow(slot, extra)
+        return Chunk(request, start, end, finishes=end == total)
+
+    # ---- admission and retraction
+
+    def _admit_before(self, other: Request | None) -> Request | None:
+        """Admit the head of the queue if it ranks before ``other`` and there is room for it."""
+        head = self._waiting.head()
+        if head is None or not self.table.free_rows or (other is not None and other.rank < head.rank):
+            return None
+        path = self._prefix_to_admit(head)
+        if path is None:
+            return None
+        self._waiting.pop()
+        self._blocked = None
+        self._count.prefix_queries += head.num_tokens
+        hit = len(path) * self.geometry.page_size
+        self._count.prefix_hits += hit
+        if head.cached_tokens is None:
+            head.cached_tokens = hit
+            head.queue_seconds = time.monotonic() - head.arrived
+            self._count.prompt_tokens += head.prompt_len
+        head.enter(self.table, self.table.take_row())
+        self.pages.adopt(head, path)
+        head.state = State.PREFILLING
+        self._prefilling[head] = None
+        return head
+
+    def _prefix_to_admit(self, head: Request) -> list[Node] | None:
+        """The cached prefix to admit ``head`` on, or None while there is no room for it.
+
+        Room: its pages fit beside what requests in prefill still need and one page for each decoding
+        request. When nobody is admitted it always has room.
+        """
+        alone = not self._prefilling and not self._decoding
+        if not alone and self._still_blocked(head):
+            return None
+        path = self.store.match(head.tokens, head.reusable_tokens)
+        if alone or self._has_room(head, path):
+            return path
+        self._blocked = (head, self.store.available(), self._steps)
+        return None
+
+    def _still_blocked(self, head: Request) -> bool:
+        """Whether ``head`` was found too large lately and no pages have come free since."""
+        if self._blocked is None:
+            return False
+        request, available, step = self._blocked
+        return (
+            request is head
+            and self.store.available() <= available
+            and self._steps < step + BLOCKED_RETRY_STEPS
+        )
+
+    def _has_room(self, head: Request, path: list[Node]) -> bool:
+        geometry, store = self.geometry, self.store
+        full = window = len(self._decoding)
+        for request in self._prefilling:
+            more_full, more_window = self._outstanding(request)
+            full += more_full
+            window += more_window
+        hit = len(path)
+        full += geometry.pages(head.num_tokens) - sum(node.refs > 0 for node in path)
+        if full > store.full_available():
+            return False
+        first = geometry.first_visible(hit * geometry.page_size)
+        window += self._window_demand(head) - sum(node.window_refs > 0 for node in path[first:])
+        return window <= store.window_available()
+
+    def _outstanding(self, request: Request) -> tuple[int, int]:
+        """Pages of each space that a request in prefill may still take."""
+        held = int(self.table.pages[request.slot])
+        window_held = held - int(self.table.first_window[request.slot])
+        full = self.geometry.pages(request.num_tokens) - held
+        return max(0, full), max(0, self._window_demand(request) - window_held)
+
+    def _window_demand(self, request: Request) -> int:
+        return self.geometry.window_pages_for(request.num_tokens, self._chunk_size)
+
+    def _secure_page(self, request: Request) -> bool:
+        """Make one page available in every space, retracting requests that rank after ``request``."""
+        while self.store.available() < 1:
+            victim = max((*self._prefilling, *self._decoding), key=lambda r: r.rank)
+            if victim.rank <= request.rank:
+                return False
+            self._retract(victim)
+        return True
+
+    def _retract(self, request: Request) -> None:
+        self._count.retractions += 1
+        self._leave(request)
+        request.state = State.WAITING
+        self._waiting.push(request)
+
+    def _leave(self, request: Request, *, spoilt: bool = False) -> None:
+        """Take an admitted request out of the table and let go of its pages."""
+        slot = request.slot
+        self.pages.release(request, spoilt=spoilt)
+        request.leave()
+        self.table.give_row(slot)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        """Take a request out of the sets of admitted ones."""
+        self._prefilling.pop(request, None)
+        if self._decoding.pop(request, self) is None:
+            self._decode_rows = None
+
+    # ---- results of a step
+
+    def commit(self, batch: Batch, sampled: SampledTokens) -> list[TokenDelta]:
+        """Take in the results of the batch that ``schedule`` returned last; an idle step changes nothing.
+
+        Raises:
+            RuntimeError: another batch is in flight.
+        """
+        if self._in_flight is None and not batch.arrays.live_tokens:
+            return []
+        if batch is not self._in_flight:
+            raise RuntimeError("only the batch that was scheduled last can be committed")
+        self._in_flight = None
+        for scores, entries in zip(batch.prompt_scores, sampled.prompt_logprobs, strict=True):
+            assert scores.request.prompt_logprobs is not None
+            scores.request.prompt_logprobs.extend(entries)
+        if batch.chunks:
+            deltas = self._commit_chunks(batch)
+        else:
+            self._commit_decode(batch.slots, batch.requests)
+            deltas = []
+        outcome = Outcome.of(batch, sampled)
+        for request, text in outcome.failed:
+            deltas.append(delta(request, (), finish_reason="error", error=text))
+            self._finish(request, spoilt=True)
+        self._count.generated_tokens += len(outcome.requests)
+        for request, message in self._rules.apply(outcome):
+            deltas.append(message)
+            if message.finish_reason is not None:
+                self._finish(request)
+        for request in self._departing:
+            self._leave(request)
+        self._departing.clear()
+        return deltas
+
+    def _commit_chunks(self, batch: Batch) -> list[TokenDelta]:
+        deltas = []
+        for chunk in batch.chunks:
+            request = chunk.request
+            if request.state is State.FINISHED:
+                continue
+            self.table.computed[request.slot] = chunk.end
+            self.pages.publish(request)
+            self.pages.drop_behind_window(request)
+            if not chunk.finishes:
+                continue
+            if request.params.max_tokens == 0:
+                deltas.append(delta(request, (), finish_reason="length"))
+                self._finish(request)
+                continue
+            del self._prefilling[request]
+            request.state = State.DECODING
+            self._decoding[request] = None
+            self._decode_rows = None
+        return deltas
+
+    def _commit_decode(self, slots: Int64s, requests: tuple[Request, ...]) -> None:
+        table = self.table
+        computed = table.length[slots]
+        table.computed[slots] = computed
+        if self.store.tree is not None:
+            for index in np.flatnonzero(computed % self.geometry.page_size == 0).tolist():
+                if requests[index].state is State.DECODING:
+                    self.pages.publish(requests[index])
+        if self.geometry.window is not None:
+            first = np.maximum(0, computed - self.geometry.window + 1) // self.geometry.page_size
+            for index in np.flatnonzero(first > table.first_window[slots]).tolist():
+                if requests[index].state is State.DECODING:
+                    self.pages.drop_behind_window(requests[index])
+
+    def _finish(self, request: Request, *, spoilt: bool = False) -> None:
+        self._leave(request, spoilt=spoilt)
+        request.state = State.FINISHED
+        del self._requests[request.id]

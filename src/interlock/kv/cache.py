@@ -1,0 +1,93 @@
+"""The tensors of the paged key-value cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from interlock.errors import StartupError
+from interlock.plan.card import AttentionCard
+from interlock.plan.launch_plan import LaunchPlan
+
+CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer: k [pages, page_size, kvh_local, head_dim], v [pages, page_size, kvh_local, v_head_dim]."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of all layers held by this rank."""
+
+    layers: tuple[LayerCache, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.k.nbytes + layer.v.nbytes for layer in self.layers)
+
+
+def local_kv_heads(card: AttentionCard, attn_tp_size: int) -> int:
+    """Key-value heads that one attention-TP rank holds; heads are replicated when ranks outnumber them."""
+    heads = card.num_kv_heads
+    if heads % attn_tp_size == 0:
+        return heads // attn_tp_size
+    if attn_tp_size % heads == 0:
+        return 1
+    raise StartupError(
+        f"{heads} key-value heads cannot be spread over {attn_tp_size} attention-TP ranks: "
+        "one number must divide the other"
+    )
+
+
+def layer_shapes(plan: LaunchPlan) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shapes of k and v of each layer. Raises ``StartupError`` for sizes that cannot be allocated."""
+    if plan.page_size < 1:
+        raise StartupError(f"page_size is {plan.page_size}; a page holds at least 1 token")
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for index, layer in enumerate(plan.card.layers):
+        attention = layer.attention
+        name, pages = (
+            ("full_pages", plan.full_pages)
+            if attention.window is None
+            else ("window_pages", plan.window_pages)
+        )
+        if pages < 1:
+            raise StartupError(f"layer {index} keeps its keys in {name}, which the plan sets to {pages}")
+        heads = local_kv_heads(attention, plan.attn_tp_size)
+        rows = (pages, plan.page_size, heads)
+        shapes.append(((*rows, attention.head_dim), (*rows, attention.v_head_dim)))
+    return shapes
+
+
+def allocate(plan: LaunchPlan, device: torch.device | str) -> KVCache:
+    """Allocate the cache of one rank, zero-filled so that no unwritten row can hold a NaN.
+
+    Raises:
+        StartupError: the dtype is unknown, a size is not positive, or the bytes exceed what is available.
+    """
+    dtype = CACHE_DTYPES.get(plan.kv_cache_dtype)
+    if dtype is None:
+        raise StartupError(f"kv_cache_dtype {plan.kv_cache_dtype!r}: known are {', '.join(CACHE_DTYPES)}")
+    shapes = layer_shapes(plan)
+    rows = [shape for pair in shapes for shape in pair]
+    needed = sum(torch.Size(shape).numel() for shape in rows) * dtype.itemsize
+    available = plan.memory.available
+    if available > 0 and needed > available:
+        raise StartupError(
+            f"the key-value cache needs {needed} bytes and {available} are available; "
+            "lower --max-model-len or --max-running-requests"
+        )
+    return KVCache(
+        tuple(
+            LayerCache(
+                k=torch.zeros(k, dtype=dtype, device=device), v=torch.zeros(v, dtype=dtype, device=device)
+            )
+            for k, v in shapes
+        )
+    )
