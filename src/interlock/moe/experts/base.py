@@ -29,6 +29,7 @@ class ExpertRunner:
         kernels: kernel sets it works with; empty for any.
         packages: distributions that must be installed.
         row_invariant: with row-invariant kernels, a row's bits do not depend on the rows beside it.
+        alignment: multiple at which it needs expert segments of the contiguous layout to start.
         priority: among the runners that fit, ``auto`` takes the highest (reference 0, portable 10,
             fast 20, specialised 30).
         runner: "module:Class", constructed with a ``RunnerSpec``.
@@ -46,6 +47,7 @@ class ExpertRunner:
     kernels: frozenset[str] = frozenset()
     packages: tuple[str, ...] = ()
     row_invariant: bool = False
+    alignment: int = 1
     priority: int = 0
 
 

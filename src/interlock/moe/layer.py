@@ -1,0 +1,197 @@
+"""One MoE layer: route -> dispatch -> experts -> combine. It names no backend and no runner.
+
+Legend: n tokens of this attention replica, h hidden size, E experts, i expert width.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from interlock.engine.step import Step
+from interlock.errors import CheckpointError
+from interlock.kernels.base import Kernels
+from interlock.moe.a2a.base import Dispatcher
+from interlock.moe.experts.base import ExpertRunner, Runner, RunnerSpec
+from interlock.moe.placement import place
+from interlock.moe.routing import Router
+from interlock.moe.terms import Layout, Phase
+from interlock.parallel.topology import Groups
+from interlock.plan.card import ExpertsCard
+from interlock.plugins import load_symbol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEContext:
+    """What the MoE layers of one rank share. Built by ``build_moe_context``.
+
+    Attributes:
+        experts: global expert ids of every rank that holds different experts.
+        rank: this rank's index in ``experts``.
+        slices: ranks over which each expert's width is cut, and ``slice_rank`` this rank's place among them.
+        layers: every layer built with this context, in order of construction.
+    """
+
+    groups: Groups
+    kernels: Kernels
+    device: torch.device
+    dtype: torch.dtype
+    dispatcher: Dispatcher
+    runner: ExpertRunner
+    layouts: Mapping[Phase, Layout]
+    experts: tuple[range, ...]
+    rank: int
+    slices: int
+    slice_rank: int
+    layers: list[MoELayer] = field(default_factory=list)
+
+    def observed(self) -> dict[str, object]:
+        """Receipts of this rank by plan item, and ``moe_layers`` with one entry for each layer."""
+        receipt = self.dispatcher.observed()
+        runners = {layer.runner_name for layer in self.layers}
+        return {
+            "moe_a2a_backend": receipt.name,
+            "moe_runner_backend": ", ".join(sorted(runners)),
+            "moe_layout_prefill": receipt.layouts.get(Phase.PREFILL),
+            "moe_layout_decode": receipt.layouts.get(Phase.DECODE),
+            "moe_prefill_capacity": receipt.capacity[Phase.PREFILL],
+            "moe_decode_capacity": receipt.capacity[Phase.DECODE],
+            "moe_buffer_bytes": receipt.buffer_bytes,
+            "ep_size": self.groups.ep.size,
+            "moe_dispatcher": asdict(receipt),
+            "moe_layers": [layer.observed() for layer in self.layers],
+        }
+
+    def close(self) -> None:
+        """Free the dispatcher's buffers."""
+        self.dispatcher.close()
+
+
+class MoELayer:
+    """The routed experts of one decoder layer on one rank.
+
+    Attributes:
+        local_experts: global ids of the experts held here; load exactly these.
+    """
+
+    def __init__(self, card: ExpertsCard, hidden_size: int, layer_index: int, context: MoEContext) -> None:
+        self.card = card
+        self.layer_index = layer_index
+        self.local_experts = context.experts[context.rank]
+        self._context = context
+        self._width = place(card.intermediate_size, context.slices)[context.slice_rank]
+        self._router = Router(card, hidden_size, context.kernels, context.device)
+        self._runner: Runner = load_symbol(context.runner.runner)(
+            RunnerSpec(
+                num_experts=len(self.local_experts),
+                hidden_size=hidden_size,
+                intermediate_size=len(self._width),
+                dtype=context.dtype,
+                device=context.device,
+                kernels=context.kernels,
+            )
+        )
+        self._dispatches: Counter[str] = Counter()
+        self._combines: Counter[str] = Counter()
+        self._loaded = False
+        context.layers.append(self)
+
+    @property
+    def runner_name(self) -> str:
+        """Name that the live runner reports."""
+        return self._runner.observed().name
+
+    def load_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """weight [E, h], bias [E] when the card has a selection bias; any float dtype."""
+        self._router.load(weight, bias)
+
+    def load_expert(self, expert_id: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+        """Full-width projections gate, up [i, h], down [h, i] of a global expert id held here.
+
+        The layer keeps its slice of the width, in the activation dtype.
+        """
+        if expert_id not in self.local_experts:
+            raise CheckpointError(f"expert {expert_id} is not held here, only {self.local_experts}")
+        width = slice(self._width.start, self._width.stop)
+        for name, tensor, dim in (("gate", gate, 0), ("up", up, 0), ("down", down, 1)):
+            if tensor.shape[dim] != self.card.intermediate_size:
+                raise CheckpointError(
+                    f"expert {expert_id}: {name} projection is {tuple(tensor.shape)}, "
+                    f"dimension {dim} should be {self.card.intermediate_size}"
+                )
+        local_id = expert_id - self.local_experts.start
+        self._runner.load_expert(local_id, gate[width], up[width], down[:, width])
+
+    def finish_loading(self) -> None:
+        """Pack the experts. Raises CheckpointError when the router or an expert is missing."""
+        if not self._router.loaded:
+            raise CheckpointError(f"layer {self.layer_index}: the router was not loaded")
+        self._runner.finish_loading()
+        self._loaded = True
+
+    def forward(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        """hidden [n, h], the same on all attention-TP ranks -> [n, h], likewise. Padding rows give zeros.
+
+        n may be 0; every rank of the world must call this for every step.
+        """
+        if not self._loaded:
+            raise RuntimeError(f"layer {self.layer_index}: forward before finish_loading")
+        if self._context.layouts[step.phase] is Layout.REPLICATED or self._context.groups.attn_tp.size == 1:
+            return self._exchange(hidden, step.live_tokens, step.phase)
+        return self._exchange_share(hidden, step)
+
+    def _exchange(self, hidden: torch.Tensor, live_tokens: int, phase: Phase) -> torch.Tensor:
+        dispatcher = self._context.dispatcher
+        routes = self._router.route(hidden, live_tokens)
+        dispatched = dispatcher.dispatch(hidden, routes.ids, routes.weights, phase)
+        self._dispatches[phase] += 1
+        try:
+            results = self._runner.run(dispatched.rows)
+        except BaseException:
+            dispatcher.release(dispatched.handle)
+            raise
+        combined = dispatcher.combine(results, dispatched.handle)
+        self._combines[phase] += 1
+        return combined
+
+    def _exchange_share(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        """Each attention-TP rank sends an equal share of the tokens; the results are gathered."""
+        group = self._context.groups.attn_tp
+        tokens = hidden.shape[0]
+        share = -(-tokens // group.size)
+        first = min(group.rank * share, tokens)
+        own = hidden[first : first + share]
+        live = max(0, min(step.live_tokens - first, own.shape[0]))
+        combined = self._exchange(own, live, step.phase)
+        if tokens == 0:
+            return combined
+        if combined.shape[0] < share:
+            missing = share - combined.shape[0]
+            combined = torch.nn.functional.pad(combined, (0, 0, 0, missing))
+        return group.all_gather(combined)[:tokens]
+
+    def observed(self) -> dict[str, object]:
+        """The receipt of this layer: what was built for it and how often it was used."""
+        dispatcher = self._context.dispatcher.observed()
+        runner = self._runner.observed()
+        return {
+            "layer": self.layer_index,
+            "a2a_backend": dispatcher.name,
+            "dispatcher": dispatcher.dispatcher,
+            "ranks": dispatcher.ranks,
+            "layouts": dict(dispatcher.layouts),
+            "capacity": dict(dispatcher.capacity),
+            "buffer_bytes": dispatcher.buffer_bytes,
+            "dispatches": {phase.value: self._dispatches[phase] for phase in Phase},
+            "combines": {phase.value: self._combines[phase] for phase in Phase},
+            "runner_backend": runner.name,
+            "runner": runner.runner,
+            "runner_calls": runner.calls,
+            "weight_format": runner.weight_format,
+            "dtype": runner.dtype,
+            "weight_bytes": runner.weight_bytes,
+            "local_experts": len(self.local_experts),
+        }
