@@ -4,7 +4,7 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 def scale_rows(rows: int, block_rows: int, chunks: int = 1) -> int:
-    """Rows of the scale grid of a tensor of ``rows`` rows; the grid restarts in each of ``chunks`` row chunks.
+    """Rows of the scale grid of a tensor of ``rows`` rows; the grid restarts in each of ``chunks`` chunks.
 
     >>> scale_rows(13568, 128), scale_rows(13568, 128, chunks=4)
     (106, 108)

@@ -1,7 +1,7 @@
 """Row order of a fused qkv tensor. No torch here.
 
-``plain``: all q rows, all k rows, all v rows. ``chunked``: C chunks, each [q | k | v] of its heads, where C is
-the number of kv heads of a full-attention layer (in every layer); fp8 scale grids restart in each chunk. Both
+``plain``: all q rows, all k rows, all v rows. ``chunked``: C chunks, each [q | k | v] of its heads; C is the
+number of kv heads of a full-attention layer (in every layer); fp8 scale grids restart in each chunk. Both
 have the same shape: only the number of scale rows tells them apart, and only where a chunk is no whole number
 of blocks (13568 rows in 4 chunks: 108 scale rows, plain: 106).
 """

@@ -66,7 +66,7 @@ def validate(
         problems += _check_tensor(spec, stored, card)
         if spec.quantisable and (spec.name + SCALE_SUFFIX) in stored:
             expected.add(spec.name + SCALE_SUFFIX)
-            chunks = spec.fused_groups if layout == "chunked" else 1
+            chunks = max(1, spec.fused_groups) if layout == "chunked" else 1
             problems += _check_scale(spec, stored, card.weight_block, chunks)
     strange = [name for name in stored if name not in expected]
     skipped = Counter(prefix for name in strange for prefix in skipped_prefixes if name.startswith(prefix))

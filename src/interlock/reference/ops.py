@@ -20,7 +20,7 @@ def swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Te
 
 
 def rope(x: torch.Tensor, *, theta: float, rotary_dim: int) -> torch.Tensor:
-    """x [T, heads, d], positions 0..T-1: pairs (i, i + r/2) of the first r channels turn by pos * theta^(-2i/r)."""
+    """x [T, heads, d] at positions 0..T-1: channels i and i + r/2 of the first r turn by pos * theta^(-2i/r)."""
     half = rotary_dim // 2
     frequency = theta ** (-torch.arange(0, rotary_dim, 2, dtype=x.dtype) / rotary_dim)
     angle = torch.arange(x.shape[0], dtype=x.dtype)[:, None] * frequency

@@ -173,7 +173,7 @@ def _has_sink(fields: ConfigFields, *, native: bool, sliding: bool) -> bool:
 
 
 def _rope(fields: ConfigFields, head_dim: int, *, sliding: bool) -> tuple[float, int]:
-    """(base, rotated channels) of a kind of layer: int(head_dim * partial_rotary_factor), 192 * 0.334 -> 64."""
+    """(base, rotated channels) of a kind of layer: int(head_dim * partial_rotary_factor), e.g. 64 of 192."""
     parameters = fields.mapping("rope_parameters")
     kind = "sliding_attention" if sliding else "full_attention"
     nested = kind in parameters
