@@ -99,7 +99,8 @@ def _resolve(
         dtype_bytes=DTYPE_BYTES[compute.dtype.value],
         expert_bytes=expert_element_bytes(card, compute.dtype.value, not keeps_blocks),
     )
-    buffers = buffer_bytes(backend, card, experts, limits, ep.value, slices.dtype_bytes)
+    sources = ep.value if exchanges(backend) else world.attn_dp_size.value
+    buffers = buffer_bytes(backend, card, experts, limits, sources, slices.dtype_bytes)
     refuse_small_shm(backend, buffers, world.local_ranks, facts)
     fixed = Fixed(
         weights=weight_bytes(card, slices),
@@ -126,7 +127,7 @@ def _resolve(
         "moe_prefill_capacity": limits.prefill_capacity,
         "moe_decode_capacity": limits.decode_capacity,
         "moe_buffer_bytes": rule(
-            buffers, f"declared by --moe-a2a-backend {backend.name} for T and {ep.value} ranks"
+            buffers, f"declared by --moe-a2a-backend {backend.name} for T of {sources} ranks"
         ),
         "deterministic": from_.switch(options, "deterministic"),
         "max_model_len": pools.max_model_len,

@@ -17,16 +17,20 @@ if TYPE_CHECKING:
 
 
 def buffer_bytes(
-    backend: A2ABackend, card: ModelCard, experts: Experts, limits: Limits, ep: int, dtype_bytes: int
+    backend: A2ABackend, card: ModelCard, experts: Experts, limits: Limits, sources: int, dtype_bytes: int
 ) -> int:
-    """What one rank reserves; 0 in a model without experts."""
+    """What one rank reserves; 0 in a model without experts.
+
+    ``sources``: ranks whose distinct tokens reach this one: its EP group, or the attention replicas where
+    nothing is exchanged and every rank of a replica holds the same tokens.
+    """
     from interlock.moe.a2a.base import BufferShape
 
     if card.experts is None:
         return 0
     row = card.hidden_size * dtype_bytes
     shape = BufferShape(
-        ranks=ep,
+        ranks=sources,
         num_experts=card.experts.num_experts,
         top_k=card.experts.top_k,
         hidden_size=card.hidden_size,

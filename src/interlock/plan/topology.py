@@ -91,7 +91,7 @@ def _dist_init(options: Options, nnodes: int) -> Decided[str]:
 
 
 def _attn_dp(card: ModelCard, tp: int) -> Decided[int]:
-    """The fewest attention replicas with which heads, dense layers and head can be sliced."""
+    """The fewest attention replicas whose heads can be shared out."""
     problem = attention_problem(card, tp)
     if problem is None:
         return rule(1, f"the attention can be sliced over all {tp} ranks")
@@ -114,17 +114,14 @@ def _refuse_attention(card: ModelCard, world: World) -> None:
 
 
 def attention_problem(card: ModelCard, size: int) -> str | None:
-    """Why attention, dense layers or the head cannot be sliced over ``size`` ranks, or None."""
+    """Why the heads cannot be shared out over ``size`` ranks, or None. (Dense layers and the vocabulary are
+    padded where they must be.)"""
     for attention in {layer.attention for layer in card.layers}:
         heads, kv_heads = attention.num_heads, attention.num_kv_heads
         if heads % size:
             return f"{heads} attention heads cannot be shared out over {size} ranks"
         if kv_heads % size and size % kv_heads:
             return f"{kv_heads} kv heads can be neither shared out over nor copied evenly to {size} ranks"
-    if any(not layer.is_moe for layer in card.layers) and card.intermediate_size % size:
-        return f"the dense layers' width {card.intermediate_size} cannot be sliced over {size} ranks"
-    if card.vocab_size % size:
-        return f"the head's {card.vocab_size} rows cannot be sliced over {size} ranks"
     return None
 
 

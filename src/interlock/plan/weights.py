@@ -45,9 +45,8 @@ def local_kv_heads(attention: AttentionCard, attn_tp: int) -> int:
 def weight_bytes(card: ModelCard, slices: Slices) -> int:
     """Weights of the largest rank."""
     hidden, size = card.hidden_size, slices.dtype_bytes
-    head_rows = card.vocab_size // slices.attn_tp
-    total = card.vocab_size * hidden * size + hidden * size
-    total += head_rows * hidden * size
+    vocabulary = -(-card.vocab_size // slices.attn_tp) * hidden * size
+    total = 2 * vocabulary + hidden * size
     for layer in card.layers:
         total += _attention_bytes(layer.attention, hidden, slices) + 2 * hidden * size
         total += _experts_bytes(card, slices) if layer.is_moe else _dense_bytes(card, slices)
@@ -63,7 +62,7 @@ def _attention_bytes(attention: AttentionCard, hidden: int, slices: Slices) -> i
 
 
 def _dense_bytes(card: ModelCard, slices: Slices) -> int:
-    return 3 * card.hidden_size * (card.intermediate_size // slices.attn_tp) * slices.dtype_bytes
+    return 3 * card.hidden_size * -(-card.intermediate_size // slices.attn_tp) * slices.dtype_bytes
 
 
 def _experts_bytes(card: ModelCard, slices: Slices) -> int:
@@ -90,7 +89,7 @@ def activation_bytes(
     widest = max(_attention_row(layer.attention, slices) for layer in card.layers)
     layer_rows = [tokens * (widest + hidden) * size]
     if any(not layer.is_moe for layer in card.layers):
-        layer_rows.append(tokens * (3 * (card.intermediate_size // slices.attn_tp) + hidden) * size)
+        layer_rows.append(tokens * (3 * -(-card.intermediate_size // slices.attn_tp) + hidden) * size)
     if card.experts is not None:
         width = 3 * card.experts.intermediate_size // slices.experts_tp
         layer_rows.append(moe_tokens * (card.experts.top_k * (width + hidden) + hidden) * size)
