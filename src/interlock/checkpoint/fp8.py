@@ -24,19 +24,3 @@ def dequantise(weight: torch.Tensor, scale: torch.Tensor, block_columns: int) ->
     if values.shape[1] > whole * block_columns:
         values[:, whole * block_columns :].mul_(scale[:, whole : whole + 1])
     return values
-
-
-def quantise(weight: torch.Tensor, block: tuple[int, int] = (128, 128)) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [n, K] -> (e4m3 [n, K], scale float32 [ceil(n / bn), ceil(K / bk)]), for making checkpoints.
-
-    scale = max |block| / 448, at least a tiny positive number so that an all-zero block gives exact zeros;
-    values are clamped to +-448 before the cast, which would otherwise produce NaN.
-    """
-    n, k = weight.shape
-    grid = (-(-n // block[0]), -(-k // block[1]))
-    padded = torch.zeros(grid[0] * block[0], grid[1] * block[1])
-    padded[:n, :k] = weight
-    tiles = padded.view(grid[0], block[0], grid[1], block[1])
-    scale = tiles.abs().amax((1, 3), keepdim=True).clamp_min(1e-12) / 448.0
-    quantised = (tiles / scale).clamp(-448, 448).view_as(padded)[:n, :k].to(torch.float8_e4m3fn)
-    return quantised.contiguous(), scale.view(grid).contiguous()

@@ -85,6 +85,10 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._index.tensors
 
+    def location(self, name: str) -> StoredTensor:
+        """Where the tensor lies."""
+        return self._index.tensors[name]
+
     def read(
         self,
         name: str,
