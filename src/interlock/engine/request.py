@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from interlock.engine.messages import AddRequest, SamplingParams, TokenLogprob
 from interlock.engine.slots import SlotTable
+from interlock.engine.token_counts import TokenCounts
 from interlock.kv.prefix_tree import Node
 
 UINT64 = (1 << 64) - 1
@@ -36,6 +37,7 @@ class Request:
         path: prefix-tree nodes of its first ``len(path)`` pages, all locked by it.
         cached_tokens: tokens reused at the first admission, None before it.
         prompt_logprobs: entries for prompt positions scored so far (entry 0 is None); None when not wanted.
+        token_counts: what penalties need to know, kept by the sampler.
         told: whether a delta has been sent, so that prompt logprobs are sent once.
         arrived: when it came, by the monotonic clock; queue_seconds: from then to its first admission.
     """
@@ -52,11 +54,11 @@ class Request:
         "prompt_logprobs",
         "queue_seconds",
         "rank",
-        "sampler_state",
         "seed",
         "slot",
         "state",
         "stop_ids",
+        "token_counts",
         "told",
     )
 
@@ -78,7 +80,7 @@ class Request:
         self.told = False
         self.arrived = time.monotonic()
         self.queue_seconds: float | None = None
-        self.sampler_state: object | None = None
+        self.token_counts: TokenCounts | None = None
         self._table: SlotTable | None = None
         self._tokens: npt.NDArray[np.int32] = np.array(message.token_ids, dtype=np.int32)
 

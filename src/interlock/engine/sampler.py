@@ -1,0 +1,205 @@
+"""Chooses the next token of each row. What a request draws depends on its own logits, seed and position only.
+
+Order, for one row of float32 logits:
+
+1. log-probabilities are taken from the raw logits (see ``logprobs.py``);
+2. penalties, then ``logit_bias``, then the ``min_tokens`` ban of end tokens, then a mask of allowed tokens;
+3. greedy requests (temperature 0) take the largest, the lowest id among equals;
+4. others: divide by temperature, then ``min_p``, then ``top_k``, then ``top_p`` on what is left (tokens that
+   tie with the last one kept are kept too);
+5. one uniform number of the counter-based generator at (seed, position) is looked up in the cumulative
+   distribution in order of token id (float64). So neither companions nor retraction change a draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from interlock.engine.batch import Batch, SamplingRows
+from interlock.engine.logprobs import prompt_logprobs, token_logprobs
+from interlock.engine.messages import TokenLogprob
+from interlock.engine.penalties import adjust_row
+from interlock.engine.philox import uniforms
+from interlock.engine.sampled import SampledTokens
+
+NOT_FINITE = "the model's logits are not finite for this request (NaN or infinity)"
+NOTHING_ALLOWED = "no token is allowed next: bias, min_tokens and mask together exclude the whole vocabulary"
+BLOCK_ELEMENTS = 1 << 22
+NUCLEUS_SIZES = (128, 2048)
+NO_MASKS: Mapping[int, torch.Tensor] = {}
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Sampler:
+    """Stateless; what it remembers of a request is kept on the request."""
+
+    def sample_step(
+        self,
+        batch: Batch,
+        hidden: torch.Tensor,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        masks: Mapping[int, torch.Tensor] = NO_MASKS,
+    ) -> SampledTokens:
+        """Prompt log-probabilities and next tokens of a step.
+
+        Args:
+            hidden: [n, h], the model's output for ``batch``.
+            logits: hidden rows [m, h] -> float32 [m, V].
+            masks: see ``sample``.
+        """
+        scores = prompt_logprobs(batch, hidden, logits)
+        rows = batch.arrays.sample_rows
+        if not len(rows):
+            return SampledTokens(token_ids=np.zeros(0, dtype=np.int64), prompt_logprobs=scores)
+        chosen = self.sample(logits(hidden[torch.from_numpy(rows).to(hidden.device)]), batch, masks=masks)
+        return SampledTokens(chosen.token_ids, chosen.logprobs, chosen.errors, scores)
+
+    def sample(
+        self, logits: torch.Tensor, batch: Batch, *, masks: Mapping[int, torch.Tensor] = NO_MASKS
+    ) -> SampledTokens:
+        """One token for each row.
+
+        Args:
+            logits: float32 [m, V], one row for each of ``batch.requests``; not changed.
+            masks: row -> bool [V], the tokens that a row may take (for grammars); rows without are free.
+
+        Returns:
+            Tokens; a row whose logits are not finite, or that may take no token, gets an error instead and
+            does not disturb the others.
+        """
+        sampling = batch.sampling
+        greedy = _argmax(logits)
+        errors = _not_finite(logits, greedy)
+        if sampling.plain_greedy and not masks:
+            return _result(greedy, {}, errors)
+        changed = set(np.flatnonzero(sampling.adjusts).tolist()) | masks.keys()
+        tokens = greedy.copy()
+        adjusted = logits
+        if changed:
+            adjusted = logits.clone()
+            for row in sorted(changed - errors.keys()):
+                adjust_row(adjusted[row], batch.requests[row])
+                if row in masks:
+                    adjusted[row].masked_fill_(~masks[row].to(adjusted.device), -torch.inf)
+            rows = np.array(sorted(changed), dtype=np.int64)
+            part = adjusted[torch.from_numpy(rows).to(adjusted.device)]
+            tokens[rows] = _argmax(part)
+            for index in _not_finite(part, tokens[rows]):
+                errors.setdefault(int(rows[index]), NOTHING_ALLOWED)
+        random = np.flatnonzero(sampling.temperature > 0)
+        random = random[[row not in errors for row in random.tolist()]] if errors else random
+        _draw_rows(adjusted, sampling, random, tokens)
+        return _result(tokens, _logprobs(logits, tokens, sampling, errors), errors)
+
+
+def _argmax(logits: torch.Tensor) -> Int64s:
+    """Largest entry of each row, lowest index first; the index of a NaN when there is one. int64 [m]."""
+    if logits.device.type == "cpu":
+        return logits.numpy().argmax(axis=-1).astype(np.int64)
+    best: Int64s = logits.argmax(dim=-1).cpu().numpy()
+    return best
+
+
+def _not_finite(logits: torch.Tensor, best: Int64s) -> dict[int, str]:
+    """Rows whose best entry is NaN or infinite (minus infinity when the whole row is)."""
+    ids = torch.from_numpy(best).to(logits.device)
+    values = logits.gather(1, ids[:, None])[:, 0].cpu().numpy()
+    return dict.fromkeys(np.flatnonzero(~np.isfinite(values)).tolist(), NOT_FINITE)
+
+
+def _result(tokens: Int64s, logprobs: dict[int, TokenLogprob], errors: dict[int, str]) -> SampledTokens:
+    if errors:
+        tokens = tokens.copy()
+        tokens[list(errors)] = -1
+    return SampledTokens(token_ids=tokens, logprobs=logprobs, errors=errors)
+
+
+def _logprobs(
+    logits: torch.Tensor, tokens: Int64s, sampling: SamplingRows, errors: dict[int, str]
+) -> dict[int, TokenLogprob]:
+    rows = np.array(
+        [row for row in np.flatnonzero(sampling.logprobs >= 0).tolist() if row not in errors], dtype=np.int64
+    )
+    if not len(rows):
+        return {}
+    part = logits[torch.from_numpy(rows).to(logits.device)]
+    return dict(zip(rows.tolist(), token_logprobs(part, tokens[rows], sampling.logprobs[rows]), strict=True))
+
+
+def _draw_rows(logits: torch.Tensor, sampling: SamplingRows, rows: Int64s, tokens: Int64s) -> None:
+    """Draw a token for each of ``rows`` and write it to ``tokens``, a block of rows at a time."""
+    step = max(1, BLOCK_ELEMENTS // logits.shape[1])
+    for start in range(0, len(rows), step):
+        block = rows[start : start + step]
+        tokens[block] = _draw(logits[torch.from_numpy(block).to(logits.device)], sampling, block)
+
+
+def _draw(logits: torch.Tensor, sampling: SamplingRows, rows: Int64s) -> Int64s:
+    """Draw from float32 logits [r, V] (a copy that may be changed) -> int64 [r]."""
+
+    def column(values: npt.NDArray[np.float64] | npt.NDArray[np.float32], dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(values).to(device=logits.device, dtype=dtype)[:, None]
+
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / column(sampling.temperature[rows], logits.dtype)
+    min_p, top_k, top_p = sampling.min_p[rows], sampling.top_k[rows], sampling.top_p[rows]
+    if (min_p > 0).any():
+        floor = np.log(np.maximum(min_p, np.finfo(np.float64).tiny))
+        floor[min_p <= 0] = -np.inf
+        logits.masked_fill_(logits < column(floor, logits.dtype), -torch.inf)
+    limited = np.flatnonzero((top_k > 0) & (top_k < logits.shape[1]))
+    if len(limited):
+        index = torch.from_numpy(limited).to(logits.device)
+        logits[index] = _keep_top_k(logits[index], top_k[limited])
+    weights = torch.exp(logits)
+    cumulative = torch.cumsum(weights, dim=-1, dtype=torch.float64)
+    truncated = np.flatnonzero(top_p < 1.0)
+    if len(truncated):
+        index = torch.from_numpy(truncated).to(logits.device)
+        wanted = column(top_p[truncated], torch.float64) * cumulative[index, -1:]
+        part = weights[index]
+        part = part.masked_fill(part < _nucleus_floor(part, wanted), 0.0)
+        cumulative[index] = torch.cumsum(part, dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:].contiguous()
+    target = column(uniforms(sampling.seed[rows], sampling.positions[rows]), torch.float64) * total
+    drawn = torch.searchsorted(cumulative, target, right=True)
+    last = torch.searchsorted(cumulative, total)
+    chosen: Int64s = torch.minimum(drawn, last)[:, 0].cpu().numpy()
+    return chosen
+
+
+def _keep_top_k(logits: torch.Tensor, top_k: Int64s) -> torch.Tensor:
+    """Rows [r, V] with everything below each row's k-th largest entry at minus infinity."""
+    best = torch.topk(logits, int(top_k.max()), dim=-1).values
+    floor = best.gather(1, torch.from_numpy(top_k - 1).to(logits.device)[:, None])
+    return logits.masked_fill(logits < floor, -torch.inf)
+
+
+def _nucleus_floor(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The smallest weight [r, 1] of each row's smallest set of largest weights that adds up to ``wanted``.
+
+    Only as many of the largest weights are sorted as are needed; the result does not depend on how many.
+    """
+    floor = torch.zeros_like(weights[:, :1])
+    open_rows = torch.arange(len(weights), device=weights.device)
+    for size in (*NUCLEUS_SIZES, weights.shape[1]):
+        size = min(size, weights.shape[1])
+        best = torch.topk(weights[open_rows], size, dim=-1).values
+        sums = torch.cumsum(best, dim=-1, dtype=torch.float64)
+        index = torch.searchsorted(sums, wanted[open_rows])
+        done = (
+            (index < size)[:, 0]
+            if size < weights.shape[1]
+            else torch.ones_like(index[:, 0], dtype=torch.bool)
+        )
+        found = best.gather(1, index.clamp(max=size - 1))
+        floor[open_rows[done]] = found[done]
+        open_rows = open_rows[~done]
+        if not len(open_rows):
+            break
+    return floor
