@@ -1,0 +1,28 @@
+"""Which kernel sets can run on this machine. Light: no torch, so that the planner may ask."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+
+COMPILER_NAMES = ("c++", "g++", "clang++")
+
+
+def find_compiler() -> str | None:
+    """Path of the first C++ compiler on PATH among ``c++``, ``g++`` and ``clang++``."""
+    return next((path for name in COMPILER_NAMES if (path := shutil.which(name))), None)
+
+
+def native_cpu_unavailable() -> str | None:
+    """Why the kernel set "cpu" cannot be built here, with what to install; None when it can."""
+    if sys.platform not in ("linux", "darwin"):
+        return f'kernels "cpu" need Linux or macOS, this is {platform.system()}; kernels "torch" run anywhere'
+    if find_compiler() is None:
+        return (
+            'kernels "cpu" are compiled on first use and no C++ compiler '
+            f"({', '.join(COMPILER_NAMES)}) is on PATH; "
+            'install one (Debian or Ubuntu: "apt-get install g++", Fedora: "dnf install gcc-c++", '
+            'macOS: "xcode-select --install"), or use kernels "torch", which are slower'
+        )
+    return None

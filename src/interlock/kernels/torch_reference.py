@@ -1,0 +1,158 @@
+"""Every kernel in plain torch: the meaning that all other implementations are compared with.
+
+Any device and any float dtype; float64 inputs are computed in float64, everything else in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interlock.kernels.base import ExpertRows, PackedExperts, PackedWeight
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the dtype that sums are computed in."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _silu(gate: torch.Tensor) -> torch.Tensor:
+    return gate / (1 + torch.exp(-gate))
+
+
+class TorchKernels:
+    """Reference implementation of ``Kernels``; readable first, on any device."""
+
+    name = "torch"
+    row_invariant = False
+
+    def pack_linear(self, weight: torch.Tensor) -> PackedWeight:
+        out_features, in_features = weight.shape
+        return PackedWeight(out_features, in_features, weight.dtype, weight, weight.nbytes)
+
+    def linear(
+        self, x: torch.Tensor, weight: PackedWeight, *, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        wide = _wide(x)
+        return (wide @ weight.data.to(wide.dtype).T).to(out_dtype or x.dtype)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = _wide(x)
+        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (_wide(normalised.to(x.dtype)) * _wide(weight)).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = _wide(gate_up).chunk(2, dim=-1)
+        return (_silu(gate) * up).to(gate_up.dtype)
+
+    def rope_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slots: torch.Tensor,
+        value_scale: float,
+    ) -> torch.Tensor:
+        half = cos_sin.shape[1] // 2
+        angles = cos_sin[positions].unsqueeze(1)
+        cos, sin = angles[..., :half], angles[..., half:]
+
+        def rotate(heads: torch.Tensor) -> torch.Tensor:
+            wide = _wide(heads)
+            first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+            return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+        live = slots >= 0
+        k_cache.flatten(0, 1)[slots[live]] = rotate(k)[live].to(k_cache.dtype)
+        v_cache.flatten(0, 1)[slots[live]] = (_wide(v)[live] * value_scale).to(v_cache.dtype)
+        return rotate(q).to(q.dtype)
+
+    def paged_attention(
+        self,
+        q: torch.Tensor,
+        *,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        page_table: torch.Tensor,
+        query_start: torch.Tensor,
+        kv_len: torch.Tensor,
+        scale: float,
+        window: int | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1])
+        starts = query_start.tolist()
+        for sequence, length in enumerate(kv_len.tolist()):
+            begin, end = starts[sequence], starts[sequence + 1]
+            if begin == end:
+                continue
+            positions = torch.arange(length - (end - begin), length, device=q.device)
+            first_key = 0 if window is None else max(0, int(positions[0]) - window + 1)
+            keys = torch.arange(first_key, length, device=q.device)
+            page_size = k_cache.shape[1]
+            pages = page_table[sequence].long()[keys // page_size]
+            k, v = k_cache[pages, keys % page_size], v_cache[pages, keys % page_size]
+            visible = keys[None, :] <= positions[:, None]
+            if window is not None:
+                visible &= keys[None, :] > positions[:, None] - window
+            out[begin:end] = _attend(q[begin:end], k, v, visible, scale, sinks).to(q.dtype)
+        return out
+
+    def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
+        num_experts, hidden_size, intermediate_size = down.shape
+        nbytes = gate_up.nbytes + down.nbytes
+        return PackedExperts(
+            num_experts, hidden_size, intermediate_size, gate_up.dtype, (gate_up, down), nbytes
+        )
+
+    def expert_mlp(
+        self, x: torch.Tensor, experts: PackedExperts, rows: ExpertRows, out: torch.Tensor
+    ) -> None:
+        gate_up, down = experts.data
+        offsets = rows.offsets.tolist()
+        for expert in range(experts.num_experts):
+            listed = slice(offsets[expert], offsets[expert + 1])
+            if listed.start == listed.stop:
+                continue
+            wide = _wide(x[rows.source[listed]])
+            gate, up = (wide @ gate_up[expert].to(wide.dtype).T).chunk(2, dim=-1)
+            activation = _wide((_silu(gate) * up).to(x.dtype))
+            result = activation @ down[expert].to(wide.dtype).T
+            out[rows.target[listed]] = (result * rows.weight[listed, None]).to(out.dtype)
+
+    def sum_lanes(self, rows: torch.Tensor, ids: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        wide = _wide(rows)
+        total = wide.new_zeros(rows.shape[0], rows.shape[2])
+        for lane in range(rows.shape[1]):
+            total = torch.where(ids[:, lane, None] >= 0, total + wide[:, lane], total)
+        return total.to(out_dtype)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """q [t, nh, hd], k [keys, kvh, hd], v [keys, kvh, vd], visible bool [t, keys] -> [t, nh, vd]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (_wide(cached).repeat_interleave(group, dim=1) for cached in (k, v))
+    scores = torch.einsum("thd,khd->htk", _wide(q), k.to(_wide(q).dtype)) * scale
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        sink_column = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat((scores, sink_column), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : k.shape[0]]
+    return torch.einsum("htk,khd->thd", weights, v.to(weights.dtype))
