@@ -1,0 +1,203 @@
+"""The routed experts on one GPU: row lists, quantisation, two grouped GEMMs. Launches only, no synchronisation.
+
+Legend: n tokens, k lanes a token, h hidden size, i expert width, E local experts, P places of the row lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from interlock.kernels.triton import grouped_gemm, lanes, quantise, route_lists
+from interlock.kernels.triton.row_blocks import (
+    FEW_LANES,
+    RowLists,
+    max_row_blocks,
+    max_slab_blocks,
+    power_of_two,
+)
+from interlock.kernels.triton.tuned import MoeConfig, Tile
+
+GROUP = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensors:
+    """Weights as the GEMMs read them.
+
+    Attributes:
+        gate_up: [E, 2i, h], gate rows first; bfloat16 or e4m3.
+        down: [E, h, i].
+        gate_up_scales: float32 [E, 2i / 128, h / 128] for e4m3, else None.
+        down_scales: float32 [E, h / 128, i / 128] for e4m3, else None.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_scales: torch.Tensor | None = None
+    down_scales: torch.Tensor | None = None
+
+    @property
+    def fp8(self) -> bool:
+        return self.gate_up_scales is not None
+
+
+def top_k(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    k: int,
+    *,
+    sigmoid: bool,
+    normalise: bool,
+    scaling: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [n, E] -> (ids int64 [n, k] ascending in a row, weights float32 [n, k])."""
+    tokens, experts = logits.shape
+    ids = torch.empty(tokens, k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
+    if tokens:
+        lanes.top_k_kernel[(tokens,)](
+            logits, bias, ids, weights, experts, logits.stride(0), scaling,
+            top_k=k, slots=power_of_two(k), width=power_of_two(experts), sigmoid=sigmoid,
+            has_bias=bias is not None, normalise=normalise, num_warps=1 if experts <= 256 else 4,
+        )  # fmt: skip
+    return ids, weights
+
+
+def token_lists(
+    ids: torch.Tensor, weights: torch.Tensor | None, experts: int, block_rows: int
+) -> RowLists:
+    """Row lists of ids int64 [n, k] (local expert or -1) and weights float32 [n, k]."""
+    tokens, k = ids.shape
+    count = tokens * k
+    blocks = max_row_blocks(count, experts, block_rows)
+    made = torch.empty(2 * count + 3 * blocks, dtype=torch.int32, device=ids.device)
+    source, target, *cuts = made.split([count, count, blocks, blocks, blocks])
+    placed = None if weights is None else torch.empty(count, dtype=torch.float32, device=ids.device)
+    has = {"has_weights": weights is not None}
+    if count <= FEW_LANES and tokens <= block_rows:
+        width = power_of_two(max(count, 16))
+        route_lists.few_lanes_kernel[(1,)](
+            ids, weights, source, target, placed, *cuts, count, k, blocks,
+            **has, width=width, num_warps=4 if width <= 64 else 8,
+        )  # fmt: skip
+    else:
+        _chunked_lists(ids, weights, source, target, placed, cuts, experts, block_rows)
+    return RowLists(source, target, placed, *cuts, places=count, block_rows=block_rows)
+
+
+def _chunked_lists(ids, weights, source, target, placed, cuts, experts: int, block_rows: int) -> None:
+    count, k = ids.numel(), ids.shape[1]
+    chunk = 256 if count <= 16384 else 1024
+    chunks = -(-count // chunk)
+    bins = power_of_two(experts + 1)
+    histogram = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
+    tile = max(1, 4096 // bins)
+    route_lists.histogram_kernel[(chunks,)](ids, histogram, count, chunk=chunk, bins=bins)
+    route_lists.scan_kernel[(1,)](
+        histogram, *cuts, chunks, experts, cuts[0].shape[0],
+        bins=bins, tile=tile, block_rows=block_rows, num_warps=8,
+    )  # fmt: skip
+    route_lists.place_kernel[(chunks,)](
+        ids, weights, histogram, source, target, placed, count, k,
+        has_weights=weights is not None, chunk=chunk, bins=bins, tile=32, num_warps=8,
+    )  # fmt: skip
+
+
+def segment_lists(
+    counts: torch.Tensor,
+    psum: torch.Tensor | None,
+    slab_rows: int,
+    places: int,
+    weights: torch.Tensor | None,
+    block_rows: int,
+) -> RowLists:
+    """Row lists of rows that are grouped already: contiguous segments (``psum``) or a slab of ``slab_rows``."""
+    experts = counts.shape[0]
+    if psum is None:
+        blocks = max_slab_blocks(slab_rows, experts, block_rows)
+    else:
+        blocks = max_row_blocks(places, experts, block_rows)
+    cuts = torch.empty(3, blocks, dtype=torch.int32, device=counts.device).unbind(0)
+    route_lists.segment_blocks_kernel[(1,)](
+        counts, psum, *cuts, experts, slab_rows, blocks,
+        has_psum=psum is not None, bins=power_of_two(experts), block_rows=block_rows,
+    )  # fmt: skip
+    return RowLists(None, None, weights, *cuts, places=places, block_rows=block_rows)
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [n, h] -> (e4m3 [n, h], float32 scales [h / 128, n])."""
+    rows, width = x.shape
+    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(width // GROUP, rows, dtype=torch.float32, device=x.device)
+    if rows:
+        groups = 8
+        quantise.quantise_kernel[(rows, -(-width // (GROUP * groups)))](
+            x, out, scales, rows, x.stride(0), width, groups, rows, num_warps=4
+        )
+    return out, scales
+
+
+def compute(
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    experts: ExpertTensors,
+    lists: RowLists,
+    out: torch.Tensor,
+    config: MoeConfig,
+) -> None:
+    """out[target] = weight * down(silu(gate x[source]) * up x[source]) for every place.
+
+    x [*, h] bfloat16, or e4m3 with x_scales float32 [*, h / 128] (any strides) when the weights are e4m3.
+    """
+    if experts.fp8 and x_scales is None:
+        x, transposed = quantise_rows(x)
+        x_scales = transposed.T
+    inter = experts.down.shape[2]
+    act = torch.empty(lists.places, inter, dtype=x.dtype, device=x.device)
+    act_scales = None
+    if experts.fp8:
+        act_scales = torch.empty(inter // GROUP, lists.places, dtype=torch.float32, device=x.device)
+    _gate_up(x, x_scales, experts, lists, act, act_scales, config)
+    _down(act, act_scales, experts, lists, out, config)
+
+
+def _gate_up(x, x_scales, experts: ExpertTensors, lists: RowLists, act, act_scales, config: MoeConfig) -> None:
+    tile, inter = config.gate_up, act.shape[1]
+    strides = (0, 0) if x_scales is None else x_scales.stride()
+    grouped_gemm.gate_up_kernel[(lists.max_blocks * -(-inter // tile.block_n),)](
+        x, x_scales, _descriptor(experts.gate_up, tile), experts.gate_up_scales, act, act_scales, lists.source,
+        lists.block_expert, lists.block_first, lists.block_end, x.stride(0), *strides, lists.places,
+        depth=x.shape[1], inter=inter, block_rows=lists.block_rows, block_n=tile.block_n, block_k=tile.block_k,
+        fp8=experts.fp8, has_source=lists.source is not None, stages=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def _down(act, act_scales, experts: ExpertTensors, lists: RowLists, out, config: MoeConfig) -> None:
+    tile, hidden = config.down, experts.down.shape[1]
+    grouped_gemm.down_kernel[(lists.max_blocks * -(-hidden // tile.block_n),)](
+        act, act_scales, _descriptor(experts.down, tile), experts.down_scales, out, lists.target, lists.weight,
+        lists.block_expert, lists.block_first, lists.block_end, lists.places, out.stride(0),
+        depth=act.shape[1], hidden=hidden, block_rows=lists.block_rows, block_n=tile.block_n,
+        block_k=tile.block_k, fp8=experts.fp8, has_target=lists.target is not None,
+        has_weights=lists.weight is not None, stages=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def _descriptor(weight: torch.Tensor, tile: Tile) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.block_n, tile.block_k])
+
+
+def sum_lanes(rows: torch.Tensor, ids: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """rows [n, k, h], ids int64 [n, k] -> [n, h]; see ``Kernels.sum_lanes``."""
+    tokens, k, hidden = rows.shape
+    out = torch.empty(tokens, hidden, dtype=out_dtype, device=rows.device)
+    if tokens:
+        block = min(1024, power_of_two(hidden))
+        lanes.sum_lanes_kernel[(tokens, -(-hidden // block))](
+            rows, ids, out, hidden, lanes=k, block=block, has_ids=ids is not None, num_warps=4
+        )
+    return out

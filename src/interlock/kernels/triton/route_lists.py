@@ -1,0 +1,136 @@
+"""Which rows each expert computes, built on the device without a host synchronisation.
+
+Every array has a static size (an upper bound), so a captured CUDA graph replays with any routing. Lists are
+stable: within an expert, rows keep the order of their lanes. Reference: ``row_blocks.reference_lists``.
+
+Legend: R lanes (tokens * k), C chunks of lanes, E local experts, B row blocks of ``block_rows`` rows each.
+Ids are local expert ids; -1 lanes get no place.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def few_lanes_kernel(
+    ids, weights, source, target, weight, block_expert, block_first, block_end,
+    lanes, k, max_blocks,
+    has_weights: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """The whole job in one program, for at most ``width`` lanes and one block an expert."""
+    lane = tl.arange(0, width)
+    expert = tl.load(ids + lane, mask=lane < lanes, other=-1).to(tl.int32)
+    row, column = lane[:, None], lane[None, :]
+    across = tl.load(ids + column, mask=column < lanes, other=-1).to(tl.int32)
+    same = expert[:, None] == across
+    rank = tl.sum((same & (column < row)).to(tl.int32), axis=1)
+    rank_across = tl.sum((same & (row < column)).to(tl.int32), axis=0)
+    smaller = (across < expert[:, None]) & (across >= 0)
+    place = tl.sum(smaller.to(tl.int32), axis=1) + rank
+    block = tl.sum((smaller & (rank_across[None, :] == 0)).to(tl.int32), axis=1)
+    count = tl.sum(same.to(tl.int32), axis=1)
+    live = expert >= 0
+    leads = live & (rank == 0)
+    tl.store(target + place, lane, mask=live)
+    tl.store(source + place, lane // k, mask=live)
+    if has_weights:
+        tl.store(weight + place, tl.load(weights + lane, mask=live, other=0.0), mask=live)
+    tl.store(block_expert + block, expert, mask=leads)
+    tl.store(block_first + block, place, mask=leads)
+    tl.store(block_end + block, place + count, mask=leads)
+    total = tl.sum(leads.to(tl.int32), axis=0)
+    tl.store(block_expert + total + lane, -1, mask=total + lane < max_blocks)
+
+
+@triton.jit
+def histogram_kernel(ids, histogram, lanes, chunk: tl.constexpr, bins: tl.constexpr):
+    """histogram int32 [C, bins]: how many lanes of each chunk go to each expert."""
+    lane = tl.program_id(0) * chunk + tl.arange(0, chunk)
+    expert = tl.load(ids + lane, mask=lane < lanes, other=-1).to(tl.int32)
+    counts = tl.histogram(tl.where(expert < 0, bins - 1, expert), bins)
+    tl.store(histogram + tl.program_id(0) * bins + tl.arange(0, bins), counts)
+
+
+@triton.jit
+def store_blocks(
+    counts, starts, order, block_expert, block_first, block_end, max_blocks, block_rows: tl.constexpr
+):
+    """Cut every expert's list into blocks; entries behind the last block get expert -1."""
+    blocks = (counts + block_rows - 1) // block_rows
+    first_block = tl.cumsum(blocks, axis=0) - blocks
+    total = tl.sum(blocks, axis=0)
+    for j in range(0, tl.max(blocks, axis=0)):
+        live = j < blocks
+        first = starts + j * block_rows
+        tl.store(block_expert + first_block + j, order, mask=live)
+        tl.store(block_first + first_block + j, first, mask=live)
+        tl.store(block_end + first_block + j, tl.minimum(first + block_rows, starts + counts), mask=live)
+    for start in range(0, max_blocks, 1024):
+        index = start + tl.arange(0, 1024)
+        tl.store(block_expert + index, -1, mask=(index >= total) & (index < max_blocks))
+
+
+@triton.jit
+def scan_kernel(
+    histogram, block_expert, block_first, block_end, chunks, experts, max_blocks,
+    bins: tl.constexpr, tile: tl.constexpr, block_rows: tl.constexpr,
+):  # fmt: skip
+    """One program: histogram becomes the place of each chunk's first lane of each expert; blocks are cut."""
+    order = tl.arange(0, bins)
+    counts = tl.zeros([bins], tl.int32)
+    for start in range(0, chunks, tile):
+        chunk = start + tl.arange(0, tile)
+        where = histogram + chunk[:, None] * bins + order[None, :]
+        counts += tl.sum(tl.load(where, mask=chunk[:, None] < chunks, other=0), axis=0)
+    counts = tl.where(order < experts, counts, 0)
+    starts = tl.cumsum(counts, axis=0) - counts
+    store_blocks(counts, starts, order, block_expert, block_first, block_end, max_blocks, block_rows)
+    place = starts
+    for start in range(0, chunks, tile):
+        chunk = start + tl.arange(0, tile)
+        where = histogram + chunk[:, None] * bins + order[None, :]
+        part = tl.load(where, mask=chunk[:, None] < chunks, other=0)
+        tl.store(where, place[None, :] + tl.cumsum(part, axis=0) - part, mask=chunk[:, None] < chunks)
+        place += tl.sum(part, axis=0)
+
+
+@triton.jit
+def place_kernel(
+    ids, weights, histogram, source, target, weight, lanes, k,
+    has_weights: tl.constexpr, chunk: tl.constexpr, bins: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """Write each lane of a chunk at its place: the chunk's first place plus its rank within the chunk."""
+    first = tl.program_id(0) * chunk
+    inside = tl.arange(0, chunk)
+    lane = first + inside
+    expert = tl.load(ids + lane, mask=lane < lanes, other=-1).to(tl.int32)
+    rank = tl.zeros([chunk], tl.int32)
+    for start in range(0, chunk, tile):
+        column = start + tl.arange(0, tile)
+        across = tl.load(ids + first + column, mask=first + column < lanes, other=-1).to(tl.int32)
+        same = (expert[:, None] == across[None, :]) & (column[None, :] < inside[:, None])
+        rank += tl.sum(same.to(tl.int32), axis=1)
+    live = expert >= 0
+    place = tl.load(histogram + tl.program_id(0) * bins + expert, mask=live, other=0) + rank
+    tl.store(target + place, lane, mask=live)
+    tl.store(source + place, lane // k, mask=live)
+    if has_weights:
+        tl.store(weight + place, tl.load(weights + lane, mask=live, other=0.0), mask=live)
+
+
+@triton.jit
+def segment_blocks_kernel(
+    counts, psum, block_expert, block_first, block_end, experts, slab_rows, max_blocks,
+    has_psum: tl.constexpr, bins: tl.constexpr, block_rows: tl.constexpr,
+):  # fmt: skip
+    """One program: blocks of rows that are grouped already (``psum`` of the contiguous layout, or a slab)."""
+    order = tl.arange(0, bins)
+    mine = order < experts
+    count = tl.load(counts + order, mask=mine, other=0)
+    if has_psum:
+        starts = tl.load(psum + order, mask=mine, other=0) - count
+    else:
+        starts = order * slab_rows
+    store_blocks(count, starts, order, block_expert, block_first, block_end, max_blocks, block_rows)

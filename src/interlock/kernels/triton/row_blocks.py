@@ -1,0 +1,93 @@
+"""Host side of the row lists: their static sizes, and what they must hold. No Triton here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+FEW_LANES = 128
+"""Lanes up to which one program builds the whole list."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowLists:
+    """Places 0..P-1 grouped by expert, cut into blocks of at most ``block_rows`` places of one expert.
+
+    Attributes:
+        source: int32 [P], input row of each place; None where place p reads row p.
+        target: int32 [P], output row of each place; None where place p writes row p.
+        weight: float32 [P], factor of each place's result; None for 1.
+        block_expert: int32 [B], expert of each block, -1 for blocks behind the last.
+        block_first, block_end: int32 [B], first place and one past the last place of each block.
+        places: P.
+    """
+
+    source: torch.Tensor | None
+    target: torch.Tensor | None
+    weight: torch.Tensor | None
+    block_expert: torch.Tensor
+    block_first: torch.Tensor
+    block_end: torch.Tensor
+    places: int
+    block_rows: int
+
+    @property
+    def max_blocks(self) -> int:
+        return self.block_expert.shape[0]
+
+
+def max_row_blocks(places: int, experts: int, block_rows: int) -> int:
+    """Upper bound of blocks for ``places`` rows spread over ``experts`` in any way.
+
+    Every expert with rows adds at most one partial block to the places // block_rows full ones.
+    """
+    return max(1, min(places, places // block_rows + min(experts, places)))
+
+
+def max_slab_blocks(slab_rows: int, experts: int, block_rows: int) -> int:
+    """Blocks of a slab whose experts hold ``slab_rows`` rows each, all of them filled."""
+    return max(1, experts * -(-slab_rows // block_rows))
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is at least ``value``."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+def reference_lists(
+    ids: torch.Tensor, weights: torch.Tensor | None, experts: int, block_rows: int
+) -> RowLists:
+    """What the kernels of ``route_lists`` must write, in plain torch (with host synchronisation).
+
+    ids int64 [n, k], -1 for lanes without a place; weights float32 [n, k]. Lists hold the live places only.
+    """
+    lanes = ids.flatten()
+    order = torch.sort(torch.where(lanes < 0, experts, lanes), stable=True).indices
+    target = order[: int((lanes >= 0).sum())]
+    counts = torch.bincount(lanes[lanes >= 0], minlength=experts).tolist()
+    blocks: list[tuple[int, int, int]] = []
+    start = 0
+    for expert, count in enumerate(counts):
+        for first in range(start, start + count, block_rows):
+            blocks.append((expert, first, min(first + block_rows, start + count)))
+        start += count
+    table = torch.tensor(blocks, dtype=torch.int32, device=ids.device).reshape(-1, 3)
+    return RowLists(
+        source=(target // ids.shape[1]).to(torch.int32),
+        target=target.to(torch.int32),
+        weight=None if weights is None else weights.flatten()[target],
+        block_expert=table[:, 0],
+        block_first=table[:, 1],
+        block_end=table[:, 2],
+        places=len(target),
+        block_rows=block_rows,
+    )
+
+
+def reference_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [n, h] -> (e4m3 [n, h], float32 scales [h / 128, n]); scale = max |group| / 448, at least 1e-12 / 448."""
+    groups = x.to(torch.float32).unflatten(1, (-1, 128))
+    scale = groups.abs().amax(2).clamp_min(1e-12) / 448.0
+    quantised = (groups / scale[:, :, None]).clamp(-448, 448).flatten(1).to(torch.float8_e4m3fn)
+    return quantised, scale.T.contiguous()
