@@ -20,4 +20,4 @@ def plan_launch(model: str, options: Options, facts: MachineFacts | None = None)
         CheckpointError: the folder is not a checkpoint that can be served.
     """
     folder: Path = resolve_model(model, source=options.text("demo_source"))
-    return resolve(options, read_model_card(folder), facts or probe())
+    return resolve(options, read_model_card(folder), facts or probe(), model_path=folder)

@@ -124,6 +124,8 @@ class Option:
             return self.flag if value in (True, "on") else "--no-" + self.flag[2:]
         if isinstance(value, Auto):
             return f"{self.flag} auto"
+        if self.kind is Kind.BYTES and isinstance(value, int):
+            return f"{self.flag} {_exact_size(value)}"
         return f"{self.flag} {value:g}" if isinstance(value, float) else f"{self.flag} {value}"
 
 
@@ -159,6 +161,14 @@ def _read_bytes(option: Option, text: str, spelled: str) -> int:
             alternatives=(f"{option.flag} 4GiB",),
         )
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _exact_size(count: int) -> str:
+    """The largest binary unit in which ``count`` bytes are whole."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count and count % factor == 0:
+            return f"{count // factor}{unit}"
+    return str(count)
 
 
 def _read_switch(option: Option, text: str, spelled: str) -> bool:

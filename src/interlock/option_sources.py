@@ -36,10 +36,14 @@ def gather(
     layers = (
         _from_environment(environ),
         _from_file(config) if config else {},
-        {name: _read(OPTIONS[name], text, OPTIONS[name].flag, f"flag {OPTIONS[name].flag}")
+        {name: _read(OPTIONS[name], text, OPTIONS[name].flag, _origin(name))
          for name, text in flags.items() if text is not None},
     )  # fmt: skip
     return _merge(layers)
+
+
+def _origin(name: str) -> str:
+    return "argument MODEL" if name == "model" else f"flag {OPTIONS[name].flag}"
 
 
 def from_keywords(values: Mapping[str, object]) -> Options:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from interlock.errors import Refusal
 from interlock.options import Options
@@ -14,6 +14,8 @@ from interlock.plan.join import Declarations
 from interlock.plan.topology import World
 
 NATIVE, REFERENCE = "cpu", "torch"
+ROW_INVARIANT: Final = frozenset({NATIVE})
+"""Kernel sets whose classes declare ``row_invariant``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ def _kernels(options: Options, facts: MachineFacts, device: str) -> Decided[str]
     problem = facts.native_kernels_problem
     if device != "cpu":
         problem = f"the native kernels run on a CPU, and --device is {device}"
+    if options.switch("deterministic"):
+        _refuse_varying(asked.value if asked else REFERENCE if problem else NATIVE, problem, device)
     if asked is None:
         if problem:
             return rule(REFERENCE, f"native CPU kernels cannot be used: {problem}")
@@ -83,6 +87,21 @@ def _kernels(options: Options, facts: MachineFacts, device: str) -> Decided[str]
             option="--kernels", given=asked.value, rule=problem, alternatives=[f"--kernels {REFERENCE}"]
         )
     return asked
+
+
+def _refuse_varying(kernels: str, problem: str | None, device: str) -> None:
+    """Refuse kernels whose bits depend on other rows; ``problem``: why the native ones cannot run."""
+    if kernels in ROW_INVARIANT:
+        return
+    rule_text = f"its kernels must be row-invariant, and --kernels {kernels} are not"
+    alternatives = ["--no-deterministic"]
+    if device != "cpu":
+        alternatives.insert(0, f"--device cpu --kernels {NATIVE}")
+    elif problem:
+        rule_text += f"; {problem}"
+    else:
+        alternatives.insert(0, f"--kernels {NATIVE}")
+    raise Refusal(option="--deterministic", given="", rule=rule_text, alternatives=alternatives)
 
 
 def _threads(options: Options, facts: MachineFacts, world: World) -> Decided[int]:

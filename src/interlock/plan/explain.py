@@ -74,10 +74,10 @@ def summary(plan: LaunchPlan) -> str:
     lines = [
         f"{plan.model} ({plan.card.architecture}, {_count(plan.card.parameters)} weights in {plan.dtype}) "
         f"on {plan.device}, kernels {plan.kernels}",
-        f"ranks: tp {plan.tp_size}, ep {plan.ep_size}, attention {plan.attn_dp_size} x tp {plan.attn_tp_size}; "
-        f"{plan.threads} threads each",
-        f"experts: a2a {plan.moe_a2a_backend}, runner {plan.moe_runner_backend}, T {plan.moe_prefill_capacity} "
-        f"prefill / {plan.moe_decode_capacity} decode",
+        f"ranks: tp {plan.tp_size}, ep {plan.ep_size}, attention {plan.attn_dp_size} x tp "
+        f"{plan.attn_tp_size}; {plan.threads} threads each",
+        f"experts: a2a {plan.moe_a2a_backend}, runner {plan.moe_runner_backend}, "
+        f"T {plan.moe_prefill_capacity} prefill / {plan.moe_decode_capacity} decode",
         f"memory of a rank: {size(memory.total)} of {size(memory.available)} "
         f"(weights {size(memory.weights)}, KV {size(memory.kv_full + memory.kv_window)})",
         "room: " + ", ".join(f"{name} {value}" for name, value, _ in capacities(plan)),

@@ -25,6 +25,7 @@ DEVICE_SHARE: Final = 0.92
 HOST_KV_SHARE: Final = 0.25
 """Share of what is left on a host that pools take without being asked to."""
 MIN_AUTO_LEN: Final = 1024
+MIB: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def _budget(
             option="--kv-memory",
             given=size(asked.value),
             rule=f"one request of {length} tokens needs {size(needed)} of KV pages on a rank",
-            alternatives=[f"--kv-memory {needed}", *_shorter(spaces, asked.value, length)],
+            alternatives=[f"--kv-memory {-(-needed // MIB)}MiB", *_shorter(spaces, asked.value, length)],
         )
     if left < (asked.value if asked else needed):
         pools = f"{size(asked.value)} for --kv-memory" if asked else f"{size(needed)} for KV pages"
@@ -169,7 +170,7 @@ def _budget(
             rule=f"a rank needs {size(fixed.weights)} for weights, {size(fixed.a2a_buffers)} for a2a "
             f"buffers, {size(fixed.activations)} for activations and {pools}, together "
             f"{size(fixed.total + (asked.value if asked else needed))}; {size(available)} is available",
-            alternatives=[f"--kv-memory {left}"] if left >= needed else [],
+            alternatives=[f"--kv-memory {left // MIB}MiB"] if left // MIB * MIB >= needed else [],
         )
     if asked is not None:
         return asked

@@ -77,6 +77,11 @@ def _at_most(expected: object, observed: object) -> bool:
     return isinstance(expected, int) and isinstance(observed, int) and 0 <= observed <= expected
 
 
+def _promised_and_kept(expected: object, observed: object) -> bool:
+    """What was promised must hold; what was not promised may hold all the same."""
+    return observed is True or expected is False
+
+
 def _has_experts(plan: LaunchPlan) -> bool:
     return plan.card.num_moe_layers > 0
 
@@ -136,7 +141,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "moe_prefill_capacity": _layer("capacity", "prefill"),
     "moe_decode_capacity": _layer("capacity", "decode"),
     "moe_buffer_bytes": Rule(Where.RANK, agrees=_at_most, applies=_has_experts),
-    "deterministic": _RANK,
+    "deterministic": Rule(Where.RANK, agrees=_promised_and_kept),
     "max_model_len": _LEADER,
     "max_running_requests": _LEADER,
     "chunked_prefill_size": _LEADER,

@@ -1,0 +1,64 @@
+"""``interlock backends``: the table of a2a backend x runner x phase x weight format on a machine."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from interlock.errors import Refusal
+from interlock.plan.device import NATIVE, REFERENCE
+from interlock.plan.facts import MachineFacts
+from interlock.plan.join import Declarations
+from interlock.plan.matrix import Cell, matrix, summaries
+
+
+def show(facts: MachineFacts, *, device: str | None, as_json: bool) -> int:
+    """Print the table; returns the exit code."""
+    device = device or ("cuda" if facts.devices else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise Refusal(option="--device", given=device, rule="is neither cpu nor cuda")
+    native = device == "cpu" and facts.native_kernels_problem is None
+    declared = Declarations.registered()
+    cells = list(matrix(declared, facts, device=device, kernels=NATIVE if native else REFERENCE))
+    if as_json:
+        import msgspec
+
+        content = {"device": device, "combinations": cells, "broken": broken()}
+        print(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
+        return 0
+    _print(declared, cells, device)
+    return 0
+
+
+def broken() -> dict[str, str]:
+    """Plugins that are registered but cannot be used, with the reason."""
+    from interlock.moe.a2a.registry import a2a_backends
+    from interlock.moe.experts.registry import expert_runners
+
+    return {**a2a_backends().broken, **expert_runners().broken}
+
+
+def _print(declared: Declarations, cells: list[Cell], device: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    names = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for row in summaries(declared):
+        names.add_row(*row)
+    table = Table(title=f"On {device}", title_justify="left", box=None, header_style="bold")
+    for column in ("a2a", "runner", "weights", "prefill", "decode"):
+        table.add_column(column, overflow="fold")
+    for (a2a, runner, weights), group in groupby(cells, lambda c: (c.a2a, c.runner, c.weight_format)):
+        table.add_row(a2a, runner, weights, *(_verdict(cell) for cell in group))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=180)
+    console.print(names)
+    console.print(table)
+    for name, reason in broken().items():
+        console.print(f"broken plugin {name}: {reason}", style="red", markup=False)
+
+
+def _verdict(cell: Cell) -> str:
+    if cell.problem is None:
+        return f"ready ({cell.layout})"
+    return f"no: {cell.problem}"

@@ -1,0 +1,69 @@
+"""Which a2a backend, runner, phase and weight format work together on this machine, or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from interlock.moe.terms import Phase
+from interlock.plan.facts import MachineFacts
+from interlock.plan.join import (
+    Declarations,
+    Situation,
+    a2a_problem,
+    exchanges,
+    runner_problem,
+    shared_layout,
+)
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One combination. ``problem`` is None where it is ready; ``layout`` is the one it would use."""
+
+    a2a: str
+    runner: str
+    phase: str
+    weight_format: str
+    layout: str | None
+    problem: str | None
+
+
+def matrix(declared: Declarations, facts: MachineFacts, *, device: str, kernels: str) -> Iterator[Cell]:
+    """Every combination of what is registered, for one node and a hidden size that suits the backend."""
+    formats = sorted({name for runner in declared.runners.values() for name in runner.weight_formats})
+    for backend in declared.a2a.values():
+        for runner in declared.runners.values():
+            for weight_format in formats:
+                here = Situation(
+                    device=device,
+                    kernels=kernels,
+                    dtype="float32" if weight_format == "float32" else "bfloat16",
+                    weight_format=weight_format,
+                    hidden_size=backend.hidden_multiple,
+                    nnodes=1,
+                    deterministic=False,
+                    facts=facts,
+                )
+                problem = a2a_problem(backend, here) or runner_problem(runner, here)
+                for phase in Phase:
+                    layout = shared_layout(backend, runner, phase)
+                    if layout is None and problem is None:
+                        problem = f"the two share no layout in {phase.value}"
+                    yield Cell(
+                        a2a=backend.name,
+                        runner=runner.name,
+                        phase=phase.value,
+                        weight_format=weight_format,
+                        layout=layout.value if layout else None,
+                        problem=problem,
+                    )
+
+
+def summaries(declared: Declarations) -> list[tuple[str, str, str]]:
+    """(kind, name, summary) of everything registered; what moves no tokens is said to."""
+    rows = [
+        ("a2a", backend.name, backend.summary + ("" if exchanges(backend) else " (moves no tokens)"))
+        for backend in declared.a2a.values()
+    ]
+    return rows + [("runner", runner.name, runner.summary) for runner in declared.runners.values()]
