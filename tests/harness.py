@@ -9,7 +9,7 @@ filled with NaN, as a scheduler may reuse them at any time.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from interlock.moe.build import build_moe_context
 from interlock.moe.terms import Phase
 from interlock.nn.context import ModelContext
 from interlock.parallel.topology import Groups
+from interlock.plan.card import ModelCard
 from interlock.plan.launch_plan import LaunchPlan
 from tests.plans import make_plan
 
@@ -33,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
-class Sequence1:
+class CachedSequence:
     """One sequence in the cache: its pages by absolute page index in both page spaces."""
 
     full: list[int]
@@ -55,15 +56,28 @@ class Harness:
         for space, count in (("full", self.plan.full_pages), ("window", self.plan.window_pages)):
             self._free[space] = order.sample(range(count), count)
 
-    def new_sequence(self, max_tokens: int) -> Sequence1:
+    def new_sequence(self, max_tokens: int) -> CachedSequence:
         """Reserve pages for a sequence of at most ``max_tokens``."""
         pages = -(-max_tokens // self.plan.page_size)
         full, window = ([self._free[space].pop() for _ in range(pages)] for space in ("full", "window"))
-        return Sequence1(full, window)
+        return CachedSequence(full, window)
+
+    def release(self, sequence: CachedSequence) -> None:
+        """Give all pages back; what they held is poisoned."""
+        for space, table in (("full", sequence.full), ("window", sequence.window)):
+            held = [page for page in table if page >= 0]
+            self._free[space] += held
+            for page in held:
+                self._poison(page, windowed=space == "window")
+        sequence.full, sequence.window = [], []
 
     @torch.inference_mode()
     def step(
-        self, work: Sequence[tuple[Sequence1, Sequence[int]]], *, padding: int = 0, phase: Phase | None = None
+        self,
+        work: Sequence[tuple[CachedSequence, Sequence[int]]],
+        *,
+        padding: int = 0,
+        phase: Phase | None = None,
     ) -> torch.Tensor:
         """Run the next tokens of some sequences in one step -> logits float32 [all their tokens, V]."""
         counts = [len(tokens) for _, tokens in work]
@@ -93,7 +107,7 @@ class Harness:
         assert hidden.shape == (live + padding, self.plan.card.hidden_size)
         return self.model.logits(hidden[description.sample_rows])
 
-    def _evict(self, sequence: Sequence1) -> None:
+    def _evict(self, sequence: CachedSequence) -> None:
         """Give up window pages that the next token can no longer see, and poison them."""
         windows = [layer.attention.window for layer in self.plan.card.layers if layer.attention.window]
         if not windows:
@@ -102,15 +116,18 @@ class Harness:
         for index in range(max(0, first_visible) // self.plan.page_size):
             page, sequence.window[index] = sequence.window[index], -1
             if page >= 0:
-                self._poison(page)
+                self._poison(page, windowed=True)
+                self._free["window"].append(page)
 
-    def _poison(self, page: int) -> None:
+    def _poison(self, page: int, *, windowed: bool) -> None:
         for layer, cache in zip(self.plan.card.layers, self.cache.layers, strict=True):
-            if layer.attention.window:
+            if bool(layer.attention.window) == windowed:
                 cache.k[page].fill_(float("nan"))
                 cache.v[page].fill_(float("nan"))
 
-    def _page_map(self, space: str, work: Sequence[tuple[Sequence1, Sequence[int]]], padding: int) -> PageMap:
+    def _page_map(
+        self, space: str, work: Sequence[tuple[CachedSequence, Sequence[int]]], padding: int
+    ) -> PageMap:
         size = self.plan.page_size
         tables = [getattr(sequence, space) for sequence, _ in work]
         longest = max(len(table) for table in tables)
@@ -123,12 +140,22 @@ class Harness:
         return PageMap(torch.tensor(rows, dtype=torch.int32), torch.tensor(slots + [-1] * padding))
 
 
-def build_model(folder: str | Path, **overrides: Any) -> Harness:
-    """Read the card, plan (``overrides`` replace items), build and load the model, allocate its cache."""
-    plan = make_plan(read_model_card(folder), model_path=folder, **overrides)
+def build_model(
+    folder: str | Path,
+    *,
+    groups: Groups | None = None,
+    edit_card: Callable[[ModelCard], ModelCard] | None = None,
+    **overrides: Any,
+) -> Harness:
+    """Read the card, plan (``overrides`` replace items), build and load the model, allocate its cache.
+
+    ``edit_card`` changes what config.json says, for tests that must notice it.
+    """
+    card = read_model_card(folder)
+    plan = make_plan(edit_card(card) if edit_card else card, model_path=folder, **overrides)
     device = torch.device(plan.device)
     kernels = get_kernels(plan.kernels, threads=plan.threads)
-    groups = Groups.single()
+    groups = groups or Groups.single()
     context = ModelContext(
         plan=plan,
         kernels=kernels,
@@ -164,6 +191,7 @@ def run_chunks(
     for length in cut(len(token_ids), chunks):
         rows.append(harness.step([(sequence, token_ids[done : done + length])], padding=padding))
         done += length
+    harness.release(sequence)
     return torch.log_softmax(torch.cat(rows).double(), -1)
 
 

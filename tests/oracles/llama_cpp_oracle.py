@@ -30,11 +30,11 @@ def server(path: Path) -> Any:
     return xllamacpp.Server(params)
 
 
-def prefix_logprobs(running: Any, token_ids: Sequence[int], vocab_size: int) -> torch.Tensor:
-    """float64 [n, V]: one request for each prefix; row i predicts token i + 1."""
-    return torch.cat(
-        [forced_logprobs(running, token_ids[: n + 1], 1, vocab_size) for n in range(len(token_ids))]
-    )
+def prefix_logprobs(
+    running: Any, token_ids: Sequence[int], positions: Sequence[int], vocab_size: int
+) -> torch.Tensor:
+    """float64 [len(positions), V]: one request for the prefix that ends at each position."""
+    return torch.cat([forced_logprobs(running, token_ids[: n + 1], 1, vocab_size) for n in positions])
 
 
 def forced_logprobs(running: Any, prompt: Sequence[int], steps: int, vocab_size: int) -> torch.Tensor:

@@ -42,7 +42,18 @@ class Attention:
         )
         self._q_norm = RMSNorm(context, eps) if card.has_qk_norm else None
         self._k_norm = RMSNorm(context, eps) if card.has_qk_norm else None
-        self._sinks: torch.Tensor | None = None
+        self.sinks: torch.Tensor | None = None
+
+    @property
+    def window_extra(self) -> int | None:
+        """Keys that are seen beyond the card's window; None for full attention."""
+        if self._window is None or self._card.window is None:
+            return None
+        return self._window - self._card.window
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self._o.is_deterministic
 
     def load(self, source: WeightSource, prefix: str) -> None:
         self._qkv.load(self._read_qkv(source, prefix))
@@ -52,7 +63,7 @@ class Attention:
             self._k_norm.load(source, prefix + "k_norm.weight")
         if self._card.has_sink:
             sinks = source.read(prefix + "attention_sink_bias", rows=[self._heads.q])
-            self._sinks = sinks.to(self._context.device)
+            self.sinks = sinks.to(self._context.device)
 
     def _read_qkv(self, source: WeightSource, prefix: str) -> torch.Tensor:
         """[nh * hd + kvh * hd + kvh * vd, K] of this rank's heads, from three tensors or a fused one."""
@@ -104,7 +115,7 @@ class Attention:
             kv_len=step.kv_len,
             scale=self._card.head_dim**-0.5,
             window=self._window,
-            sinks=self._sinks,
+            sinks=self.sinks,
         )
         return self._o(out.flatten(1))
 

@@ -70,6 +70,11 @@ class RowParallelLinear:
         self._gathers_input = context.plan.deterministic and self._group.size > 1
         self._weight: PackedWeight | None = None
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the bits of the output do not depend on the size of the group."""
+        return self._kernels.row_invariant and (self._gathers_input or self._group.size == 1)
+
     def load(self, source: WeightSource, name: str) -> None:
         """Read this rank's part of the weight [N, K]."""
         rank, size = self._group.rank, self._group.size
