@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from fastapi import FastAPI
 
 from interlock.demo.tiny_tokenizer import tiny_tokenizer, tiny_tokenizer_config
 from interlock.server.app import create_app
@@ -26,35 +26,50 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-@pytest.fixture
-def engine() -> FakeEngine:
+@pytest.fixture(scope="session")
+def shared_engine() -> FakeEngine:
     return FakeEngine()
 
 
-@pytest.fixture
-def settings() -> ServerSettings:
-    return ServerSettings(model_names=("tiny",))
-
-
-@pytest.fixture
-def app(engine: FakeEngine, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
-    return create_app(engine, tokenizer, settings)
-
-
-@pytest.fixture
-def base_url(app: FastAPI) -> Iterator[str]:
-    with live_server(app) as url:
+@pytest.fixture(scope="session")
+def base_url(shared_engine: FakeEngine, tokenizer: Tokenizer) -> Iterator[str]:
+    """One server with default settings for all tests."""
+    with live_server(create_app(shared_engine, tokenizer, ServerSettings(model_names=("tiny",)))) as url:
         yield url
 
 
 @pytest.fixture
-def client(base_url: str) -> Iterator[openai.OpenAI]:
+def engine(shared_engine: FakeEngine) -> FakeEngine:
+    """The engine behind ``base_url``, as new."""
+    shared_engine.reset()
+    return shared_engine
+
+
+Serve = Callable[..., tuple[FakeEngine, httpx.Client]]
+
+
+@pytest.fixture
+def serve(tokenizer: Tokenizer) -> Iterator[Serve]:
+    """Starts a server of one's own: ``serve(engine, **settings)`` gives the engine and an HTTP client."""
+    with ExitStack() as stack:
+
+        def start(engine: FakeEngine | None = None, **settings: Any) -> tuple[FakeEngine, httpx.Client]:
+            engine = engine or FakeEngine()
+            app = create_app(engine, tokenizer, ServerSettings(**{"model_names": ("tiny",), **settings}))
+            url = stack.enter_context(live_server(app))
+            return engine, stack.enter_context(httpx.Client(base_url=url, timeout=20))
+
+        yield start
+
+
+@pytest.fixture
+def client(base_url: str, engine: FakeEngine) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=base_url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
         yield client
 
 
 @pytest.fixture
-def http(base_url: str) -> Iterator[httpx.Client]:
+def http(base_url: str, engine: FakeEngine) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=base_url, timeout=20) as client:
         yield client
 

@@ -77,7 +77,11 @@ def scored(token_id: int, position: int, alternatives: int) -> TokenLogprob:
 
 @dataclass
 class FakeEngine:
-    """``play`` chooses the answer for a request; by default a seeded walk over the vocabulary."""
+    """``play`` chooses the answer for a request; by default a seeded walk over the vocabulary.
+
+    As in a real client, ending or cancelling a stream makes the engine forget the request, so that an abort
+    after it has no effect; ``aborted`` lists effective aborts only.
+    """
 
     plan: LaunchPlan = field(default_factory=fake_plan)
     receipts: dict[int, dict[str, object]] = field(default_factory=lambda: {0: {"tp_size": 1}})
@@ -88,8 +92,24 @@ class FakeEngine:
     emitted: dict[str, int] = field(default_factory=dict)
     flushes: int = 0
     reason: str | None = None
-    extra_stats: SchedulerStats = SchedulerStats()
-    released: asyncio.Event = field(default_factory=asyncio.Event)
+    extra_stats: SchedulerStats = field(default_factory=SchedulerStats)
+    released: bool = False
+
+    def reset(self) -> None:
+        """Back to a fresh engine with the same plan."""
+        fresh = FakeEngine(plan=self.plan)
+        for name in (
+            "play",
+            "requests",
+            "aborted",
+            "live",
+            "emitted",
+            "flushes",
+            "reason",
+            "extra_stats",
+            "released",
+        ):
+            setattr(self, name, getattr(fresh, name))
 
     def script(
         self, text: str = "", *, tokens: Sequence[int] | None = None, eos: bool = True, **play: object
@@ -102,7 +122,7 @@ class FakeEngine:
     async def stream(self, request: AddRequest) -> AsyncIterator[TokenDelta]:
         assert request.sampling.n == 1
         assert request.request_id not in self.live
-        assert request.sampling.max_tokens >= 1
+        assert request.sampling.max_tokens >= 0
         self.requests.append(request)
         if self.reason is not None:
             raise EngineDeadError(self.reason)
@@ -115,13 +135,18 @@ class FakeEngine:
 
     async def _deltas(self, request: AddRequest, play: Play) -> AsyncIterator[TokenDelta]:
         sampling, name = request.sampling, request.request_id
-        if play.hold:
-            await self.released.wait()
+        while play.hold and not self.released and name not in self.aborted:
+            await asyncio.sleep(0.002)
         first, sent, finish = True, 0, None
         while finish is None:
             await asyncio.sleep(play.delay)
             tokens: list[int] = []
             stop_token = None
+            if name in self.aborted:
+                yield TokenDelta(request_id=name, finish_reason="abort")
+                return
+            if sampling.max_tokens == 0:
+                finish = "length"
             while finish is None and len(tokens) < play.per_delta:
                 position = sent + len(tokens)
                 if play.dies_at == position:
@@ -161,7 +186,9 @@ class FakeEngine:
             first = False
 
     async def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
+        await asyncio.sleep(0)
+        if request_id in self.live:
+            self.aborted.append(request_id)
 
     async def flush_cache(self) -> None:
         self.flushes += 1

@@ -78,7 +78,11 @@ def test_errors_are_the_packages_own(client: openai.OpenAI) -> None:
 def test_error_in_mid_stream_raises(client: openai.OpenAI, engine: FakeEngine) -> None:
     engine.script("abcdefgh", error_at=4)
     received = []
-    with pytest.raises(openai.APIError, match="scripted fault"):
+
+    def read() -> None:
         for chunk in client.completions.create(model="tiny", prompt="x", stream=True):
             received.append(chunk.choices[0].text)
+
+    with pytest.raises(openai.APIError, match="scripted fault"):
+        read()
     assert "".join(received) == "abcd"

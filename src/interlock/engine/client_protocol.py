@@ -27,7 +27,8 @@ class EngineClient(Protocol):
         """Submit ``request`` and yield its deltas until one carries a ``finish_reason``.
 
         ``request.request_id`` must be unique among live requests and ``request.sampling.n`` must be 1.
-        The request is submitted at the first ``__anext__``. Leaving early does not abort: call ``abort``.
+        The request is submitted at the first ``__anext__``. Leaving early does not abort: call ``abort``
+        first, because a cancelled or closed stream may have forgotten the request already.
 
         Raises:
             EngineDeadError: the engine is dead, or dies before the last delta.

@@ -25,7 +25,8 @@ from interlock.server.logprobs import chat_logprobs, prompt_logprobs
 from interlock.server.openapi import describes
 from interlock.server.prompts import Prompt, encode_text
 from interlock.server.protocol import ChatBody
-from interlock.server.sampling import sampling_params
+from interlock.server.sampling import check_logprobs, sampling_params
+from interlock.server.settings import ServerSettings
 
 
 def chat_router(context: ServerContext) -> APIRouter:
@@ -39,8 +40,10 @@ def chat_router(context: ServerContext) -> APIRouter:
         body = await read_model(request, ChatBody, max_bytes=context.settings.max_body_bytes)
         answer = await _ChatRequest.build(body, context, arrival)
         if body.stream:
-            return EventStream(answer.chunks())
-        content = await until_disconnect(request.receive, answer.whole())
+            return EventStream(answer.chunks(), on_disconnect=answer.generation.abort)
+        content = await until_disconnect(
+            request.receive, answer.whole(), on_disconnect=answer.generation.abort
+        )
         return Response(content, media_type="application/json")
 
     return router
@@ -54,14 +57,14 @@ class _ChatRequest:
     ) -> None:
         self._body = body
         self._context = context
-        self._generation = generation
+        self.generation = generation
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._envelope = envelope(kind, request_id, int(time.time()), body.model, context.fingerprint)
 
     @classmethod
     async def build(cls, body: ChatBody, context: ServerContext, arrival: float) -> _ChatRequest:
         context.check_model(body.model)
-        _check_fields(body)
+        _check_fields(body, context.settings)
         n = body.n or 1
         context.check_choices(1, n)
         text = render_chat(body, context.tokenizer)
@@ -85,13 +88,13 @@ class _ChatRequest:
 
     async def whole(self) -> bytes:
         """The non-streamed answer."""
-        answers = await collect(self._generation)
+        answers = await collect(self.generation)
         extra: dict[str, Any] = {}
         if self._body.prompt_logprobs is not None:
             scored = answers[0].choice.output.prompt_logprobs
             extra["prompt_logprobs"] = prompt_logprobs(scored, self._context.names)
         choices = [self._choice(answer) for answer in answers]
-        return whole_answer(self._envelope, choices, self._generation.usage(), **extra)
+        return whole_answer(self._envelope, choices, self.generation.usage(), **extra)
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
         return {
@@ -111,7 +114,7 @@ class _ChatRequest:
     async def chunks(self) -> AsyncIterator[bytes]:
         """The streamed answer, without the final ``[DONE]``."""
         options = self._body.stream_options
-        generation = self._generation
+        generation = self.generation
         include_usage = options is not None and options.include_usage
         continuous = options is not None and options.continuous_usage_stats
         writer = ChunkWriter(
@@ -136,8 +139,10 @@ class _ChatRequest:
 
 
 def _sampling(body: ChatBody, context: ServerContext, prompt: Prompt) -> SamplingParams:
-    requested = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    max_tokens = context.limit.answer_tokens(len(prompt.token_ids), requested, None, prompt_param="messages")
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = context.limit.answer_tokens(
+        len(prompt.token_ids), getattr(body, name), None, prompt_param="messages", answer_param=name
+    )
     return sampling_params(
         body,
         settings=context.settings,
@@ -148,7 +153,9 @@ def _sampling(body: ChatBody, context: ServerContext, prompt: Prompt) -> Samplin
     )
 
 
-def _check_fields(body: ChatBody) -> None:
+def _check_fields(body: ChatBody, settings: ServerSettings) -> None:
+    check_logprobs("top_logprobs", body.top_logprobs, settings.max_logprobs)
+    check_logprobs("prompt_logprobs", body.prompt_logprobs, settings.max_logprobs)
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise bad_request(

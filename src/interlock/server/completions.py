@@ -24,7 +24,8 @@ from interlock.server.logprobs import completion_logprobs, generated_entries, pr
 from interlock.server.openapi import describes
 from interlock.server.prompts import DEFAULT_COMPLETION_TOKENS, Prompt, completion_prompts
 from interlock.server.protocol import CompletionBody
-from interlock.server.sampling import sampling_params
+from interlock.server.sampling import check_logprobs, sampling_params
+from interlock.server.settings import ServerSettings
 
 
 def completions_router(context: ServerContext) -> APIRouter:
@@ -38,8 +39,10 @@ def completions_router(context: ServerContext) -> APIRouter:
         body = await read_model(request, CompletionBody, max_bytes=context.settings.max_body_bytes)
         answer = await _CompletionRequest.build(body, context, arrival)
         if body.stream:
-            return EventStream(answer.chunks())
-        content = await until_disconnect(request.receive, answer.whole())
+            return EventStream(answer.chunks(), on_disconnect=answer.generation.abort)
+        content = await until_disconnect(
+            request.receive, answer.whole(), on_disconnect=answer.generation.abort
+        )
         return Response(content, media_type="application/json")
 
     return router
@@ -53,7 +56,7 @@ class _CompletionRequest:
     ) -> None:
         self._body = body
         self._context = context
-        self._generation = generation
+        self.generation = generation
         self._envelope = envelope(
             "text_completion", request_id, int(time.time()), body.model, context.fingerprint
         )
@@ -61,7 +64,7 @@ class _CompletionRequest:
     @classmethod
     async def build(cls, body: CompletionBody, context: ServerContext, arrival: float) -> _CompletionRequest:
         context.check_model(body.model)
-        _check_fields(body)
+        _check_fields(body, context.settings)
         n = body.n or 1
         prompts = await completion_prompts(
             body.prompt,
@@ -82,15 +85,14 @@ class _CompletionRequest:
             request_id=request_id,
             priority=body.priority or 0,
             arrival=arrival,
-            prompt_only=body.max_tokens == 0,
         )
         return cls(body, context, generation, request_id)
 
     async def whole(self) -> bytes:
         """The non-streamed answer."""
-        answers = await collect(self._generation)
+        answers = await collect(self.generation)
         choices = [self._choice(answer) for answer in answers]
-        return whole_answer(self._envelope, choices, self._generation.usage())
+        return whole_answer(self._envelope, choices, self.generation.usage())
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
         body, choice = self._body, answer.choice
@@ -117,7 +119,7 @@ class _CompletionRequest:
     async def chunks(self) -> AsyncIterator[bytes]:
         """The streamed answer, without the final ``[DONE]``."""
         options = self._body.stream_options
-        generation = self._generation
+        generation = self.generation
         include_usage = options is not None and options.include_usage
         continuous = options is not None and options.continuous_usage_stats
         writer = ChunkWriter(
@@ -162,14 +164,16 @@ def _sampling(body: CompletionBody, context: ServerContext, prompt: Prompt) -> S
     return sampling_params(
         body,
         settings=context.settings,
-        max_tokens=max(max_tokens, 1),
+        max_tokens=max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=max(wanted, default=None),
         vocab_size=context.vocab_size,
     )
 
 
-def _check_fields(body: CompletionBody) -> None:
+def _check_fields(body: CompletionBody, settings: ServerSettings) -> None:
+    check_logprobs("logprobs", body.logprobs, settings.max_logprobs)
+    check_logprobs("prompt_logprobs", body.prompt_logprobs, settings.max_logprobs)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request(
             f"best_of is {body.best_of}; answers are not ranked, so it must equal n = {body.n or 1}",

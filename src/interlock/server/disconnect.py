@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -12,8 +12,10 @@ from starlette.types import Receive
 T = TypeVar("T")
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work``; cancel it as soon as ``receive`` reports that the client is gone.
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, T], *, on_disconnect: Callable[[], Awaitable[None]]
+) -> T:
+    """Run ``work``; once ``receive`` reports that the client is gone, await ``on_disconnect`` and cancel it.
 
     The request body must have been read before. Cancellation of the caller cancels ``work`` too, and
     ``work`` has always ended (its clean-up included) when this returns or raises.
@@ -27,6 +29,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
+        await on_disconnect()
         raise ClientDisconnect
     finally:
         task.cancel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -28,13 +28,16 @@ class EventStream(Response):
     one event with the error object and then ``[DONE]``; no finish reason is made up.
     """
 
-    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+    def __init__(self, chunks: AsyncIterator[bytes], *, on_disconnect: Callable[[], Awaitable[None]]) -> None:
         super().__init__()
+        self._on_disconnect = on_disconnect
         self._chunks: Any = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send_all(scope, receive, send))
+            await until_disconnect(
+                receive, self._send_all(scope, receive, send), on_disconnect=self._on_disconnect
+            )
         except ClientDisconnect:
             return
 

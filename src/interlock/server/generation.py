@@ -17,7 +17,7 @@ from interlock.server.errors import ApiError
 from interlock.server.metrics import Metrics
 from interlock.server.prompts import Prompt
 from interlock.server.sampling import seed_of_choice
-from interlock.server.text_output import Piece, PromptOnlyOutput, TextOutput
+from interlock.server.text_output import Piece, TextOutput
 from interlock.server.usage import usage
 
 
@@ -44,19 +44,18 @@ class Generation:
         request_id: str,
         priority: int,
         arrival: float,
-        prompt_only: bool = False,
     ) -> None:
         """
         Args:
             samplings: one for each prompt, with the seed of choice 0.
             request_id: unique in this process; choices append their index.
-            prompt_only: return no generated tokens; ``samplings`` ask for one, which is dropped.
             arrival: ``time.perf_counter()`` when the HTTP request came.
         """
         self._engine: EngineClient = context.engine
         self._metrics: Metrics = context.metrics
         self._arrival = arrival
         self._prompt_lengths = [len(prompt.token_ids) for prompt in prompts]
+        self._submitted: set[str] = set()
         self.choices: list[Choice] = []
         for prompt, sampling in zip(prompts, samplings, strict=True):
             for sample in range(n):
@@ -69,18 +68,22 @@ class Generation:
                     priority=priority,
                 )
                 detokenizer = context.detokenizer(skip_special_tokens=own.skip_special_tokens, continues=True)
-                output_class = PromptOnlyOutput if prompt_only else TextOutput
-                output = output_class(own, detokenizer)
+                output = TextOutput(own, detokenizer)
                 self.choices.append(Choice(index, prompt, request, output))
 
     def usage(self) -> dict[str, object]:
         """Token counts so far."""
         return usage([choice.output for choice in self.choices], self._prompt_lengths)
 
+    async def abort(self) -> None:
+        """End every choice that the engine still runs. Idempotent."""
+        while self._submitted:
+            await self._engine.abort(self._submitted.pop())
+
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
         """Pieces of all choices in order of arrival; each choice ends with a finish reason.
 
-        Leaving early, cancellation and errors abort every choice that is still running.
+        Leaving early and errors abort every choice that is still running. Call ``abort`` before cancelling.
 
         Raises:
             ApiError: the engine failed one of the choices.
@@ -102,6 +105,7 @@ class Generation:
                 yield item
                 unfinished -= item[1].finish_reason is not None
         finally:
+            await self.abort()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -117,6 +121,7 @@ class Generation:
     async def _run(self, choice: Choice) -> AsyncGenerator[Piece, None]:
         """Pieces of one choice; sees to it that the engine's request ends and is counted once."""
         output, request_id = choice.output, choice.request.request_id
+        self._submitted.add(request_id)
         timer = _TokenTimer(self._metrics, self._arrival)
         self._metrics.started(len(choice.request.token_ids))
         failed = False
@@ -124,32 +129,35 @@ class Generation:
         try:
             async for delta in stream:
                 timer.saw(delta)
+                if delta.finish_reason is not None:
+                    self._submitted.discard(request_id)
                 if delta.finish_reason == "error":
-                    output.engine_done = True
                     raise ApiError(500, f"the engine failed this request: {delta.error}", code="engine_error")
                 piece = output.push(delta)
-                if piece.finish_reason is not None and not output.engine_done:
-                    await self._engine.abort(request_id)
-                    output.engine_done = True
+                if piece.finish_reason is not None:
+                    await self._abort_one(request_id)
                 yield piece
                 if piece.finish_reason is not None:
                     return
-            failed = True
             raise ApiError(503, "the engine ended this request without a result", code="engine_error")
         except Exception:
             failed = True
             raise
         finally:
-            if not output.engine_done:
-                await self._engine.abort(request_id)
-            if output.finish_reason is not None:
+            await self._abort_one(request_id)
+            if output.finish_reason not in (None, "abort"):
                 timer.finished(output.finish_reason, output.completion_tokens)
             elif failed:
                 self._metrics.failed()
             else:
                 self._metrics.aborted()
-            if hasattr(stream, "aclose"):
+            if isinstance(stream, AsyncGenerator):
                 await stream.aclose()
+
+    async def _abort_one(self, request_id: str) -> None:
+        if request_id in self._submitted:
+            self._submitted.discard(request_id)
+            await self._engine.abort(request_id)
 
 
 class _TokenTimer:

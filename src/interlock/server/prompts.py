@@ -12,6 +12,7 @@ from interlock.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 _INLINE_CHARS = 16_384
+_PROMPT_FORMS = "prompt must be a string, a list of strings, a list of token ids or a list of such lists"
 
 
 @dataclass(frozen=True)
@@ -32,30 +33,37 @@ class ContextLimit:
     @classmethod
     def from_plan(cls, plan: LaunchPlan) -> ContextLimit:
         pool = plan.full_pages * plan.page_size
-        if pool < plan.max_model_len:
+        has_full_layers = any(layer.attention.window is None for layer in plan.card.layers)
+        if has_full_layers and pool < plan.max_model_len:
             return cls(pool, "the KV pool of this server")
         return cls(plan.max_model_len, "max_model_len")
 
     def answer_tokens(
-        self, prompt_tokens: int, requested: int | None, default: int | None, *, prompt_param: str
+        self,
+        prompt_tokens: int,
+        requested: int | None,
+        default: int | None,
+        *,
+        prompt_param: str,
+        answer_param: str = "max_tokens",
     ) -> int:
         """Tokens to generate: ``requested``, else the rest of the context, at most ``default``.
-
-        A request for 0 tokens (scoring) occupies one, because the engine samples after every prompt.
 
         Raises:
             ApiError: 400 with the numbers, when prompt and answer do not fit.
         """
         room = self.tokens - prompt_tokens
-        if room >= max(requested or 0, 1):
-            return min(room, default or room) if requested is None else requested
+        if requested is None and room > 0:
+            return min(room, default or room)
+        if requested is not None and room >= requested:
+            return requested
         wanted = f"{prompt_tokens} prompt tokens"
         if requested is not None:
-            wanted += f" + {max(requested, 1)} to generate = {prompt_tokens + max(requested, 1)}"
+            wanted += f" + {requested} to generate = {prompt_tokens + requested}"
         raise bad_request(
             f"{wanted} exceed the context of {self.tokens} tokens ({self.source}); "
-            f"shorten the prompt{' or lower max_tokens' if room > 0 else ''}",
-            param=prompt_param if room < 1 else "max_tokens",
+            f"shorten the prompt{f' or lower {answer_param}' if room > 0 else ''}",
+            param=prompt_param if room < 1 else answer_param,
             code="context_length_exceeded",
         )
 
@@ -75,7 +83,9 @@ async def completion_prompts(
     Raises:
         ApiError: 400 for anything else, for an empty prompt and for ids outside the vocabulary.
     """
-    items = value if isinstance(value, list) else [value]
+    if not isinstance(value, str | list):
+        raise _bad_prompt(_PROMPT_FORMS)
+    items: list[Any] = value if isinstance(value, list) else [value]
     if not items:
         raise _bad_prompt("prompt is an empty list")
     if _is_ids(items):
@@ -86,9 +96,7 @@ async def completion_prompts(
         return [await _text_prompt(item, tokenizer, add_special_tokens) for item in items]
     if all(isinstance(item, list) and (not item or _is_ids(item)) for item in items):
         return [_ids_prompt(item, vocab_size) for item in items]
-    raise _bad_prompt(
-        "prompt must be a string, a list of strings, a list of token ids or a list of such lists"
-    )
+    raise _bad_prompt(_PROMPT_FORMS)
 
 
 def _is_ids(items: list[Any]) -> bool:

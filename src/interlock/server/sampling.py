@@ -36,10 +36,8 @@ def sampling_params(
         ApiError: 400 naming the field that is out of range.
     """
     defaults: SamplingDefaults = settings.sampling_defaults
-    for name, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
-        _check_logprobs(name, count, settings.max_logprobs)
     min_tokens = body.min_tokens or 0
-    if min_tokens > max(max_tokens, 1):
+    if min_tokens > max_tokens:
         raise bad_request(
             f"min_tokens is {min_tokens}, more than max_tokens {max_tokens}", param="min_tokens"
         )
@@ -94,7 +92,8 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _check_logprobs(name: str, count: int | None, limit: int) -> None:
+def check_logprobs(name: str, count: int | None, limit: int) -> None:
+    """Refuse (400) more than ``limit`` alternatives for each token in the field ``name``."""
     if count is not None and count > limit:
         raise bad_request(f"{name} is {count}; at most {limit} are allowed", param=name)
 

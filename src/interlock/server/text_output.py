@@ -41,7 +41,6 @@ class TextOutput:
         completion_tokens: tokens generated so far, by the rule above.
         cached_tokens: prompt tokens reused at first admission.
         prompt_logprobs: as the engine sent them, or empty.
-        engine_done: the engine has ended the request by itself, so there is nothing to abort.
     """
 
     def __init__(self, sampling: SamplingParams, detokenizer: Detokenizer) -> None:
@@ -57,7 +56,6 @@ class TextOutput:
         self.completion_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self.finish_reason: str | None = None
-        self.engine_done = False
 
     @property
     def _length(self) -> int:
@@ -90,7 +88,6 @@ class TextOutput:
             self.cached_tokens = delta.cached_tokens
         if delta.prompt_logprobs:
             self.prompt_logprobs = delta.prompt_logprobs
-        self.engine_done = delta.finish_reason is not None
 
     def _requested_stop(self, token_id: int | None) -> int | None:
         return token_id if token_id in self._sampling.stop_token_ids else None
@@ -136,13 +133,3 @@ class TextOutput:
         self._released += len(text)
         tokens, self._held_tokens = self._held_tokens, []
         return Piece(text, tuple(tokens), finish_reason, stop_reason)
-
-
-class PromptOnlyOutput(TextOutput):
-    """A choice for whose prompt alone the client asked: the token that the engine must sample is dropped."""
-
-    def push(self, delta: TokenDelta) -> Piece:
-        self._note(delta)
-        if delta.token_ids or delta.finish_reason is not None:
-            self.finish_reason = "abort" if delta.finish_reason == "abort" else "length"
-        return Piece("", (), self.finish_reason)
