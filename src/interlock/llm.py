@@ -9,11 +9,11 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-
 from interlock.engine.client import Engine
 from interlock.engine.messages import AddRequest, SamplingParams, TokenLogprob
 from interlock.errors import RequestError
 from interlock.launch import plan_launch
+from interlock.options import Options
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.tokenizer import load_tokenizer
 
@@ -46,7 +46,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: object) -> None:
-        self.plan: LaunchPlan = plan_launch(model, options)
+        self.plan: LaunchPlan = plan_launch(model, Options.of(**options))
         self.tokenizer = load_tokenizer(self.plan.model_path)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="interlock-llm", daemon=True)
@@ -77,7 +77,9 @@ class LLM:
         """
         sampling = sampling or SamplingParams()
         if sampling.n != 1 or sampling.stop:
-            raise RequestError("LLM.generate takes n = 1 and no stop strings; repeat prompts, or use stop_token_ids")
+            raise RequestError(
+                "LLM.generate takes n = 1 and no stop strings; repeat prompts, or use stop_token_ids"
+            )
         batch = [prompts] if isinstance(prompts, str) else list(prompts)
         requests = [
             AddRequest(
@@ -137,5 +139,3 @@ class LLM:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-

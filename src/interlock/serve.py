@@ -1,4 +1,4 @@
-"""``interlock serve``: start the engine, answer HTTP until a signal or the engine's end, leave nothing behind."""
+"""``interlock serve``: start the engine and answer HTTP until a signal or the engine's end."""
 
 from __future__ import annotations
 

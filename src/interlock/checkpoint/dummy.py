@@ -28,6 +28,8 @@ POOL_SIZE = 1_048_573
 class DummyWeights:
     """A WeightSource whose values depend on the seed and the tensor's name only, not on how it is sharded."""
 
+    load_format = "dummy"
+
     def __init__(self, card: ModelCard, *, seed: int = 0, progress: Progress = no_progress) -> None:
         self._card = card
         self._seed = seed
@@ -36,6 +38,9 @@ class DummyWeights:
         self._pool = torch.randn(POOL_SIZE, generator=generator)
         self.progress = progress
         self.report = LoadReport(qkv_layout="plain" if card.fused_qkv else "split")
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def validate(self, specs: Sequence[TensorSpec], skipped_prefixes: Sequence[str]) -> LoadReport:
         self._specs = {spec.name: spec for spec in specs if not spec.optional}

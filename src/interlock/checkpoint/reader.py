@@ -44,6 +44,8 @@ class Checkpoint:
         CheckpointError: the folder or a header cannot be used.
     """
 
+    load_format = "safetensors"
+
     def __init__(
         self,
         folder: str | Path,
@@ -52,6 +54,7 @@ class Checkpoint:
         qkv_layout: str = "auto",
         progress: Progress = no_progress,
     ) -> None:
+        self.folder = Path(folder)
         self._index = read_folder(folder)
         self._card = card
         self._qkv_layout = qkv_layout

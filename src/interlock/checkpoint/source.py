@@ -19,10 +19,16 @@ def no_progress(done: int, total: int, what: str) -> None:
 
 
 class WeightSource(Protocol):
-    """Opened, not yet read. ``validate`` comes first and says what will be read."""
+    """Opened, not yet read. ``validate`` comes first and says what will be read.
 
+    ``load_format`` is the plan item's value that this source is.
+    """
+
+    load_format: str
     report: LoadReport
     progress: Progress
+
+    def close(self) -> None: ...
 
     def validate(self, specs: Sequence[TensorSpec], skipped_prefixes: Sequence[str]) -> LoadReport:
         """Compare what is there with what the model expects. Raises CheckpointError."""

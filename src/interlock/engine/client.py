@@ -30,8 +30,8 @@ from interlock.engine.messages import (
     RankReady,
     SchedulerStats,
     Shutdown,
-    TokenDelta,
     ToEngine,
+    TokenDelta,
     Wake,
 )
 from interlock.engine.rank_processes import RankProcesses
@@ -246,5 +246,3 @@ class Engine:
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(address)
         return socket
-
-

@@ -30,14 +30,14 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rendezvous: host:port of the store that rank 0 hosts; unused in a world of one.
         endpoints: known to ranks beside the front end; the others get them through the store.
-        stop_at_end_of_input: the launcher holds the rank's standard input open while it lives.
+        ranks_on_node: ranks that this launcher started, consecutive ones.
     """
 
     plan: LaunchPlan
     rank: int
     rendezvous: str
     endpoints: Endpoints | None
-    stop_at_end_of_input: bool = True
+    ranks_on_node: int = 1
 
 
 def local_endpoints(replicas: int, directory: Path) -> Endpoints:

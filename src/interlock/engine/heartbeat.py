@@ -46,7 +46,7 @@ def heartbeat(
     def beat() -> None:
         socket = context.socket(zmq.PUSH)
         socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(address)
+        socket.connect(address)
         try:
             while not stop.wait(HEARTBEAT_SECONDS):
                 with suppress(zmq.Again):

@@ -1,11 +1,15 @@
-"""What a rank computes with: kernels, model, KV cache and dispatcher, built from the plan; and its receipts."""
+"""What a rank computes with: kernels, model, KV cache and dispatcher, built from the plan."""
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import torch
 
+from interlock.checkpoint.open import open_checkpoint
+from interlock.checkpoint.source import WeightSource
 from interlock.engine.batch import StepArrays, prompt_row_blocks, to_step
-from interlock.engine.receipts import observe
+from interlock.engine.receipts import observe_runner
 from interlock.engine.step import Step
 from interlock.engine.warm_up import warm_up_steps
 from interlock.kernels.registry import get_kernels
@@ -39,12 +43,14 @@ class ModelRunner:
             moe=build_moe_context(plan, groups, self.kernels, self.device),
         )
         self.model = load_symbol(model_families()[plan.model_family].model)(self.context)
+        self.source: WeightSource | None = None
         self.cache: KVCache | None = None
-        self.warm_up_phases: list[str] = []
 
     def load(self) -> None:
         """Read or make the weights, then reserve the KV pools."""
-        self.model.load()
+        with closing(open_checkpoint(self.plan)) as source:
+            self.source = source
+            self.model.load(source)
         self.cache = allocate(self.plan, self.device)
 
     def warm_up(self) -> None:
@@ -52,7 +58,6 @@ class ModelRunner:
         for step in warm_up_steps(self.plan, self.device):
             hidden = self._forward(step)
             self.logits(hidden[-1:])
-            self.warm_up_phases.append(step.phase.value)
 
     def forward(self, arrays: StepArrays) -> torch.Tensor:
         """Hidden states [n, h] of one step, after the final norm."""
@@ -73,7 +78,7 @@ class ModelRunner:
 
     def receipts(self) -> dict[str, object]:
         """Plan item -> what this rank really built and did."""
-        return observe(self)
+        return observe_runner(self)
 
     def close(self) -> None:
         self.context.moe.close()
@@ -81,5 +86,3 @@ class ModelRunner:
     def _forward(self, step: Step) -> torch.Tensor:
         hidden: torch.Tensor = self.model.forward(step, self.cache)
         return hidden
-
-

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum, auto
 
 import msgspec
 import torch
@@ -22,8 +22,8 @@ from interlock.engine.messages import (
     EngineOutputs,
     FlushCache,
     Shutdown,
-    TokenDelta,
     ToEngine,
+    TokenDelta,
     Wake,
 )
 from interlock.engine.model_runner import ModelRunner
@@ -36,6 +36,13 @@ IDLE_POLL_MS = 500
 FIRST_FRAME_BYTES = 8192
 _LENGTH = struct.Struct("<q")
 _STOP, _TICK = -1, -2
+
+
+class Turn(Enum):
+    """What a follower gets when it gets no step."""
+
+    EMPTY = auto()
+    STOP = auto()
 
 
 class StepChannel:
@@ -61,14 +68,14 @@ class StepChannel:
         if rest:
             self._group.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
 
-    def receive(self) -> bytes | None | StopIteration:
-        """The leader's next step, ``None`` for a turn without one, a ``StopIteration`` at the end."""
+    def receive(self) -> bytes | Turn:
+        """The leader's next step, or a turn without one, or the order to stop."""
         frame = self._group.broadcast(self._frame).numpy().tobytes()
         (length,) = _LENGTH.unpack_from(frame)
         if length == _STOP:
-            return StopIteration()
+            return Turn.STOP
         if length == _TICK:
-            return None
+            return Turn.EMPTY
         body = frame[_LENGTH.size : _LENGTH.size + length]
         missing = length - len(body)
         if missing:
@@ -89,10 +96,10 @@ class FollowerLoop:
         while True:
             self._activity.enter("waiting for ranks")
             message = self._channel.receive()
-            if isinstance(message, StopIteration):
+            if message is Turn.STOP:
                 return
             self._activity.next_iteration()
-            if message is not None:
+            if isinstance(message, bytes):
                 self._activity.enter("computing")
                 self._runner.follow(decode_arrays(message))
 
@@ -116,6 +123,7 @@ class LeaderLoop:
         inputs: zmq.Socket[bytes],
         outputs: zmq.Socket[bytes],
         replicas: Group,
+        scheduler: Scheduler,
     ) -> None:
         self._runner = runner
         self._channel = channel
@@ -123,7 +131,7 @@ class LeaderLoop:
         self._inputs = inputs
         self._outputs = outputs
         self._replicas = replicas
-        self._scheduler = Scheduler(runner.plan)
+        self._scheduler = scheduler
         self._sampler = Sampler()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()

@@ -28,7 +28,15 @@ class RankProcesses:
         self, plan: LaunchPlan, ranks: range, *, rendezvous: str, endpoints: Endpoints | None
     ) -> None:
         self._processes = {
-            rank: _start(RankSpec(plan=plan, rank=rank, rendezvous=rendezvous, endpoints=endpoints))
+            rank: _start(
+                RankSpec(
+                    plan=plan,
+                    rank=rank,
+                    rendezvous=rendezvous,
+                    endpoints=endpoints,
+                    ranks_on_node=len(ranks),
+                )
+            )
             for rank in ranks
         }
 

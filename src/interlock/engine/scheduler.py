@@ -98,7 +98,7 @@ class Scheduler:
         self.store = PageStore(self.geometry, prefix_cache=plan.prefix_cache)
         self.table = SlotTable(plan.max_running_requests, plan.max_model_len, self.geometry)
         self.pages = SequencePages(self.store, self.table)
-        self._chunk_size = plan.chunked_prefill_size
+        self.chunk_size = plan.chunked_prefill_size
         self._max_model_len = plan.max_model_len
         self._vocab_size = plan.card.vocab_size
         self._eos_ids = frozenset(plan.card.eos_token_ids)
@@ -219,11 +219,11 @@ class Scheduler:
 
     def _prefill_bound(self) -> int:
         total = sum(int(self.table.length[r.slot] - self.table.computed[r.slot]) for r in self._prefilling)
-        if total < self._chunk_size and self.table.free_rows and len(self._waiting):
+        if total < self.chunk_size and self.table.free_rows and len(self._waiting):
             head = self._waiting.head()
             if head is not None and self._prefix_to_admit(head) is not None:
                 total += self._waiting.tokens
-        return min(total, self._chunk_size)
+        return min(total, self.chunk_size)
 
     def schedule(self, phase: Phase | None = None) -> Batch | None:
         """The next step; None when there is nothing to do (in that phase).
@@ -302,7 +302,7 @@ class Scheduler:
                 self._retract(request)
 
     def _schedule_prefill(self) -> Batch | None:
-        budget = self._chunk_size
+        budget = self.chunk_size
         chunks: list[Chunk] = []
         admitted = sorted(self._prefilling, key=lambda r: r.rank)
         admitted.reverse()
@@ -414,7 +414,7 @@ class Scheduler:
         return max(0, full), max(0, self._window_demand(request) - window_held)
 
     def _window_demand(self, request: Request) -> int:
-        return self.geometry.window_pages_for(request.num_tokens, self._chunk_size)
+        return self.geometry.window_pages_for(request.num_tokens, self.chunk_size)
 
     def _secure_page(self, request: Request) -> bool:
         """Make one page available in every space, retracting requests that rank after ``request``."""

@@ -34,7 +34,9 @@ def _step(plan: LaunchPlan, device: torch.device, phase: Phase, lengths: list[in
     def pages(total: int) -> PageMap | None:
         if total == 0:
             return None
-        table = torch.arange(len(lengths) * pages_each, dtype=torch.int32).view(len(lengths), pages_each) % total
+        table = (
+            torch.arange(len(lengths) * pages_each, dtype=torch.int32).view(len(lengths), pages_each) % total
+        )
         rows = torch.repeat_interleave(torch.arange(len(lengths)), counts.long())
         slots = table[rows, positions // page].long() * page + positions % page
         return PageMap(table=table.to(device), slots=slots.to(device))

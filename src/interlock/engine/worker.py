@@ -1,15 +1,13 @@
 """A rank process: joins the world, builds its part of the model, proves it in a warm-up, then steps.
 
 Started as ``python -m interlock.engine.worker`` with a ``RankSpec`` as one JSON line on standard input. It
-ends when it is told to, when anything fails, or when the launcher is gone.
+ends when it is told to, when anything fails, or when the launcher, which holds that input open, is gone.
 """
 
 from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import msgspec
 import torch
@@ -21,36 +19,52 @@ from interlock.engine.heartbeat import Activity, heartbeat, watch_launcher
 from interlock.engine.messages import RankFailed, RankReady
 from interlock.engine.model_runner import ModelRunner
 from interlock.engine.rank_loop import FollowerLoop, LeaderLoop, StepChannel
+from interlock.engine.receipts import observe_scheduler
+from interlock.engine.scheduler import Scheduler
 from interlock.parallel.launch import Rendezvous, joined_world
 from interlock.parallel.topology import Groups
-from interlock.plan.launch_plan import LaunchPlan
 
 ENDPOINTS_KEY = "interlock/endpoints"
-CONSEQUENCES = ("connection closed", "connection reset", "socket closed", "broken pipe", "timed out", "timeout")
+CONSEQUENCES = (
+    "connection closed",
+    "connection reset",
+    "socket closed",
+    "broken pipe",
+    "timed out",
+    "timeout",
+)
 
 
 def main() -> None:
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSpec)
+    watch_launcher(sys.stdin.fileno())
     sys.exit(run_rank(spec))
 
 
 def run_rank(spec: RankSpec) -> int:
     """Run one rank to its end; returns the process's exit code."""
     plan = spec.plan
-    if spec.stop_at_end_of_input:
-        watch_launcher(sys.stdin.fileno())
-    torch.set_num_threads(1 if plan.kernels != "torch" else plan.threads)
+    torch.set_num_threads(plan.threads if plan.kernels == "torch" else 1)
     torch.manual_seed(plan.seed)
-    rendezvous = Rendezvous.open(spec.rendezvous, rank=spec.rank, size=plan.tp_size, timeout=plan.stall_timeout)
+    rendezvous = Rendezvous.open(
+        spec.rendezvous, rank=spec.rank, size=plan.tp_size, timeout=plan.stall_timeout
+    )
     endpoints = _agree_on_endpoints(spec.endpoints, rendezvous)
     context = zmq.Context()
-    activity = Activity("loading")
     outputs = context.socket(zmq.PUSH)
     outputs.setsockopt(zmq.LINGER, 2000)
     outputs.connect(endpoints.outputs)
+    activity = Activity("loading")
+    backend = "gloo" if plan.device == "cpu" else "nccl"
     try:
-        with heartbeat(context, endpoints.outputs, spec.rank, activity), _joined(spec, rendezvous) as groups:
-            _serve(spec, groups, endpoints, context, outputs, activity)
+        with (
+            heartbeat(context, endpoints.outputs, spec.rank, activity),
+            joined_world(
+                rendezvous, attn_dp_size=plan.attn_dp_size, ep_size=plan.ep_size, backend=backend
+            ) as groups,
+            torch.inference_mode(),
+        ):
+            _Rank(spec, groups, rendezvous, activity).run(context, endpoints, outputs)
     except Exception as error:
         outputs.send(msgspec.msgpack.encode(_failure(spec.rank, error)))
         return 1
@@ -60,56 +74,63 @@ def run_rank(spec: RankSpec) -> int:
     return 0
 
 
-def _serve(
-    spec: RankSpec,
-    groups: Groups,
-    endpoints: Endpoints,
-    context: zmq.Context[zmq.Socket[bytes]],
-    outputs: zmq.Socket[bytes],
-    activity: Activity,
-) -> None:
-    plan = spec.plan
-    with torch.inference_mode():
-        runner = ModelRunner(plan, groups)
+class _Rank:
+    """One rank from building to its end."""
+
+    def __init__(self, spec: RankSpec, groups: Groups, rendezvous: Rendezvous, activity: Activity) -> None:
+        self._spec = spec
+        self._groups = groups
+        self._rendezvous = rendezvous
+        self._activity = activity
+        self._runner = ModelRunner(spec.plan, groups)
+        is_leader = groups.attn_tp.rank == 0
+        self._scheduler = Scheduler(spec.plan, replica=groups.attn_dp.rank) if is_leader else None
+
+    def run(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Endpoints, outputs: zmq.Socket[bytes]
+    ) -> None:
         try:
-            runner.load()
-            runner.warm_up()
-            groups.world.barrier()
-            outputs.send(
-                msgspec.msgpack.encode(RankReady(rank=spec.rank, receipts=runner.receipts()))
-            )
-            channel = StepChannel(groups.attn_tp)
-            if groups.attn_tp.rank > 0:
-                FollowerLoop(runner, channel, activity).run()
+            self._runner.load()
+            self._runner.warm_up()
+            self._groups.world.barrier()
+            outputs.send(msgspec.msgpack.encode(RankReady(rank=self._spec.rank, receipts=self._receipts())))
+            channel = StepChannel(self._groups.attn_tp)
+            if self._scheduler is None:
+                FollowerLoop(self._runner, channel, self._activity).run()
                 return
-            replica = groups.attn_dp.rank
             inputs = context.socket(zmq.PULL)
             inputs.setsockopt(zmq.LINGER, 0)
-            inputs.connect(endpoints.inputs[replica])
+            inputs.connect(endpoints.inputs[self._groups.attn_dp.rank])
             try:
-                LeaderLoop(runner, channel, activity, inputs, outputs, groups.attn_dp).run()
+                LeaderLoop(
+                    self._runner,
+                    channel,
+                    self._activity,
+                    inputs,
+                    outputs,
+                    self._groups.attn_dp,
+                    self._scheduler,
+                ).run()
             finally:
                 inputs.close()
         finally:
-            runner.close()
+            self._runner.close()
 
-
-@contextmanager
-def _joined(spec: RankSpec, rendezvous: Rendezvous) -> Iterator[Groups]:
-    plan = spec.plan
-    with joined_world(
-        rendezvous,
-        attn_dp_size=plan.attn_dp_size,
-        ep_size=plan.ep_size,
-        backend="gloo" if plan.device == "cpu" else "nccl",
-    ) as groups:
-        yield groups
+    def _receipts(self) -> dict[str, object]:
+        per_node = self._spec.ranks_on_node
+        return {
+            **self._runner.receipts(),
+            **(observe_scheduler(self._scheduler) if self._scheduler else {}),
+            "stall_timeout": self._rendezvous.timeout,
+            "nnodes": self._groups.world.size // per_node,
+            "node_rank": self._spec.rank // per_node,
+        }
 
 
 def _agree_on_endpoints(known: Endpoints | None, rendezvous: Rendezvous) -> Endpoints:
     """Ranks beside the front end publish its addresses; ranks on other nodes wait for them."""
     if rendezvous.store is None:
-        assert known is not None
+        assert known is not None, "the only rank is beside the front end"
         return known
     if known is not None:
         rendezvous.store.set(ENDPOINTS_KEY, msgspec.json.encode(known).decode())
@@ -119,12 +140,10 @@ def _agree_on_endpoints(known: Endpoints | None, rendezvous: Rendezvous) -> Endp
 
 def _failure(rank: int, error: Exception) -> RankFailed:
     text = f"{type(error).__name__}: {error}"
-    is_consequence = isinstance(error, (dist.DistError, RuntimeError)) and any(
+    is_consequence = isinstance(error, dist.DistError | RuntimeError) and any(
         phrase in text.lower() for phrase in CONSEQUENCES
     )
-    return RankFailed(
-        rank=rank, error=text, details=traceback.format_exc(), is_consequence=is_consequence
-    )
+    return RankFailed(rank=rank, error=text, details=traceback.format_exc(), is_consequence=is_consequence)
 
 
 if __name__ == "__main__":

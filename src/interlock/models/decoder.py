@@ -140,6 +140,16 @@ class Decoder:
         )
         return weight
 
+    def observed(self) -> dict[str, object]:
+        """Receipts of the network: plan item -> what its layers were built with."""
+        attentions = [layer.attention for layer in self.layers]
+        extras = {a.window_extra for a in attentions if a.window_extra is not None}
+        return {
+            "dtype": str(self._embedding.weight.dtype).removeprefix("torch."),
+            "sliding_window_extra": extras.pop() if len(extras) == 1 else sorted(extras) or None,
+            "deterministic": all(a.is_deterministic for a in attentions),
+        }
+
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
         """Hidden states [n, h] after the final norm; writes the step's keys and values to ``cache``."""
         x, residual = self._embedding(step.token_ids), None

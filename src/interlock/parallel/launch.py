@@ -31,9 +31,7 @@ class Rendezvous:
         if size == 1:
             return Rendezvous(rank=rank, size=size, timeout=timeout, store=None)
         host, _, port = address.rpartition(":")
-        store = dist.TCPStore(
-            host, int(port), size, is_master=rank == 0, timeout=timedelta(seconds=timeout)
-        )
+        store = dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timedelta(seconds=timeout))
         return Rendezvous(rank=rank, size=size, timeout=timeout, store=store)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class TorchGroup:
     """A ``Group`` backed by a torch process group.
@@ -26,7 +29,7 @@ class TorchGroup:
     def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         tensor = tensor.contiguous()
         flat = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
-        dist.all_gather_into_tensor(flat, tensor, group=self.process_group)
+        _all_gather(flat, tensor, group=self.process_group)
         if dim == 0:
             return flat
         return torch.cat(flat.chunk(self.size), dim=dim)
@@ -36,7 +39,7 @@ class TorchGroup:
             reduced = self.all_reduce(tensor.clone())
             return reduced.chunk(self.size)[self.rank].contiguous()
         part = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
-        dist.reduce_scatter_tensor(part, tensor.contiguous(), group=self.process_group)
+        _reduce_scatter(part, tensor.contiguous(), group=self.process_group)
         return part
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
