@@ -37,8 +37,8 @@ class ServerContext:
         return Detokenizer(self.tokenizer, skip_special_tokens, continues=continues)
 
     def live_requests(self) -> int:
-        """Requests that the schedulers run or hold, as of their last report, or that were just submitted."""
-        return max(self.metrics.live, sum(stats.running + stats.waiting for stats in self.engine.stats()))
+        """Choices that were submitted and have not ended; every request of the engine comes through here."""
+        return self.metrics.live
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model this server does not serve (404). None passes."""
