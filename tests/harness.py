@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from interlock.checkpoint.open import open_checkpoint
+from interlock.checkpoint.source import WeightSource
 from interlock.engine.step import PageMap, Step
 from interlock.kernels.registry import get_kernels
 from interlock.kv.cache import KVCache, allocate
@@ -49,6 +50,7 @@ class Harness:
     plan: LaunchPlan
     model: Any
     cache: KVCache
+    source: WeightSource
     _free: dict[str, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -94,8 +96,8 @@ class Harness:
         token_ids = [token for _, tokens in work for token in tokens]
         description = Step(
             phase=phase or (Phase.DECODE if all(n == 1 for n in counts) else Phase.PREFILL),
-            token_ids=torch.tensor(token_ids + [0] * padding),
-            positions=torch.tensor(positions + [0] * padding),
+            token_ids=torch.tensor(token_ids + [0] * padding, dtype=torch.int64),
+            positions=torch.tensor(positions + [0] * padding, dtype=torch.int64),
             query_start=torch.tensor(starts, dtype=torch.int32),
             kv_len=torch.tensor([sequence.length for sequence, _ in work], dtype=torch.int32),
             full=self._page_map("full", work, padding),
@@ -130,14 +132,15 @@ class Harness:
     ) -> PageMap:
         size = self.plan.page_size
         tables = [getattr(sequence, space) for sequence, _ in work]
-        longest = max(len(table) for table in tables)
+        longest = max((len(table) for table in tables), default=0)
         slots = [
             table[position // size] * size + position % size
             for table, (sequence, tokens) in zip(tables, work, strict=True)
             for position in range(sequence.length - len(tokens), sequence.length)
         ]
         rows = [table + [-1] * (longest - len(table)) for table in tables]
-        return PageMap(torch.tensor(rows, dtype=torch.int32), torch.tensor(slots + [-1] * padding))
+        table = torch.tensor(rows, dtype=torch.int32).reshape(len(rows), longest)
+        return PageMap(table, torch.tensor(slots + [-1] * padding, dtype=torch.int64))
 
 
 def build_model(
@@ -165,8 +168,9 @@ def build_model(
         moe=build_moe_context(plan, groups, kernels, device),
     )
     model = load_symbol(model_families()[plan.model_family].model)(context)
-    model.load(open_checkpoint(plan))
-    return Harness(plan, model, allocate(plan, device))
+    source = open_checkpoint(plan)
+    model.load(source)
+    return Harness(plan, model, allocate(plan, device), source)
 
 
 def cut(total: int, chunks: int | Sequence[int] | None) -> list[int]:

@@ -48,29 +48,31 @@ class ConfigFields:
         self._config = config
         required, optional = tuple(required), tuple(optional)
         known = {name for entry in (*required, *optional) for name in entry.split("|")}
-        strange = [key for key in config if key not in known]
-        problems = [self._describe_missing(entry, strange) for entry in required if not self._present(entry)]
-        problems += self._typos(optional, strange)
+        self._strange = [key for key in config if key not in known]
+        problems = [self._describe_missing(entry) for entry in required if not self._present(entry)]
+        problems += self._typos(optional)
         if problems:
             raise CheckpointError("config.json: " + "; ".join(problems))
 
     def _present(self, entry: str) -> bool:
         return any(self._config.get(name) is not None for name in entry.split("|"))
 
-    def _describe_missing(self, entry: str, strange: list[str]) -> str:
+    def _describe_missing(self, entry: str) -> str:
         names = entry.split("|")
         near = [key for name in names for key in OTHER_SPELLINGS.get(name, ()) if key in self._config]
-        near += [key for name in names for key in difflib.get_close_matches(name, strange, n=2, cutoff=0.75)]
+        near += [
+            key for name in names for key in difflib.get_close_matches(name, self._strange, n=2, cutoff=0.75)
+        ]
         text = f"required key {' or '.join(map(repr, names))} is missing"
         if near:
             found = ", ".join(f"{key} = {self._config[key]!r}" for key in dict.fromkeys(near))
             text += f" (the file has {found}; rename it if that is what it means)"
         return text
 
-    def _typos(self, optional: tuple[str, ...], strange: list[str]) -> list[str]:
+    def _typos(self, optional: tuple[str, ...]) -> list[str]:
         absent = [name for entry in optional for name in entry.split("|") if name not in self._config]
         found = []
-        for key in strange:
+        for key in self._strange:
             match = difflib.get_close_matches(key, absent, n=1, cutoff=TYPO_SIMILARITY)
             if match:
                 found.append(f"unknown key {key!r}: did you mean {match[0]!r}?")
@@ -84,7 +86,7 @@ class ConfigFields:
         if value is not None:
             return value
         if default is _MISSING:
-            raise CheckpointError(f"config.json: required key {key!r} is missing")
+            raise CheckpointError(f"config.json: {self._describe_missing(key)}")
         return default
 
     def integer(self, key: str, default: Any = _MISSING, *, minimum: int = 1) -> int:
