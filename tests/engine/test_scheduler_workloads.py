@@ -22,13 +22,13 @@ SHARED = [[(i * 7 + j) % VOCAB for j in range(70)] for i in range(3)]
 
 def random_prompt(rng: random.Random, longest: int) -> list[int]:
     """Often a prefix that others have too, so that the tree branches at every depth."""
-    length = rng.randint(1, longest)
+    length = min(rng.randint(1, longest), rng.randint(1, longest))
     prompt = rng.choice(SHARED)[: rng.choice([0, rng.randint(0, length)])]
     return (prompt + [rng.randrange(VOCAB) for _ in range(length - len(prompt))])[:length]
 
 
 def random_params(rng: random.Random, longest: int) -> dict[str, Any]:
-    max_tokens = rng.choice([0, 1, rng.randint(0, longest)])
+    max_tokens = rng.choice([0, 1, *[rng.randint(0, longest) for _ in range(6)]])
     return {
         "max_tokens": max_tokens,
         "min_tokens": rng.choice([0, 0, rng.randint(0, max_tokens)]),
@@ -116,3 +116,35 @@ def test_any_workload_finishes_with_the_right_tokens(
         max_running_requests=rows,
         prefix_cache=cached,
     )
+
+
+@pytest.mark.parametrize(("windows", "requests"), [("full", 120), ("hybrid", 120), ("window", 120)])
+def test_workload_with_every_kind_of_trouble(windows: str, requests: int) -> None:
+    """F06: aborts, disconnects while a step runs, flushes, retractions and refusals in one workload."""
+    check_long_workload(windows, requests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", ["full", "hybrid", "window"])
+def test_workload_of_2000_requests(windows: str) -> None:
+    """The same with 2,000 requests."""
+    check_long_workload(windows, 2000)
+
+
+def check_long_workload(windows: str, requests: int) -> None:
+    sim = run_workload(
+        requests,
+        requests,
+        WINDOWS[windows],
+        page_size=4,
+        max_model_len=96,
+        full_pages=26,
+        window_pages=12,
+        chunked_prefill_size=24,
+        max_running_requests=12,
+    )
+    stats = sim.scheduler.stats()
+    assert stats.aborts_total > requests // 100
+    assert stats.prefix_hits_total > 0
+    assert stats.retractions_total > 0
+    assert len(sim.streams) >= requests

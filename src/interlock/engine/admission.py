@@ -55,8 +55,8 @@ def _bad_params(params: SamplingParams, vocab_size: int) -> str | None:
     if not (math.isfinite(params.presence_penalty) and math.isfinite(params.frequency_penalty)):
         return "presence_penalty and frequency_penalty must be finite numbers"
     for token, bias in params.logit_bias.items():
-        if not 0 <= token < vocab_size or math.isnan(bias):
-            return f"logit_bias has the entry {token}: {bias}; ids are 0 to {vocab_size - 1}"
+        if not 0 <= token < vocab_size or not math.isfinite(bias):
+            return f"logit_bias has {token}: {bias}; ids are 0 to {vocab_size - 1} and values finite"
     for wanted in (params.logprobs, params.prompt_logprobs):
         if wanted is not None and not 0 <= wanted <= vocab_size:
             return f"{wanted} alternatives were asked for; 0 to {vocab_size} can be given"

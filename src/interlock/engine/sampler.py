@@ -101,7 +101,8 @@ class Sampler:
 def _argmax(logits: torch.Tensor) -> Int64s:
     """Largest entry of each row, lowest index first; the index of a NaN when there is one. int64 [m]."""
     if logits.device.type == "cpu":
-        return logits.numpy().argmax(axis=-1).astype(np.int64)
+        first: Int64s = logits.numpy().argmax(axis=-1).astype(np.int64, copy=False)
+        return first
     best: Int64s = logits.argmax(dim=-1).cpu().numpy()
     return best
 
