@@ -25,6 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _BLOCK = 32
+_MAX_DIMENSIONS = 4
 
 
 def _half(blocks: Bytes, start: int) -> Floats:
@@ -129,15 +130,19 @@ class GgufFile:
             key = self._string()
             self.metadata[key] = self._value(self._scalar("I"))
         described = [self._describe() for _ in range(tensor_count)]
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise struct.error(f"general.alignment is {alignment!r}")
         start = -(-self._at // alignment) * alignment
         self.tensors = {
             name: self._place(name, start, shape, kind, offset) for name, shape, kind, offset in described
         }
 
     def _describe(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._string()
-        dimensions = tuple(self._scalar("Q") for _ in range(self._scalar("I")))
+        name, count = self._string(), self._scalar("I")
+        if count > _MAX_DIMENSIONS:
+            raise struct.error(f"tensor {name!r} has {count} dimensions")
+        dimensions = tuple(self._scalar("Q") for _ in range(count))
         return name, dimensions[::-1], self._scalar("I"), self._scalar("Q")
 
     def _place(self, name: str, start: int, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
@@ -186,4 +191,6 @@ class GgufFile:
             values = struct.unpack_from(code, self._data, self._at)
             self._at += struct.calcsize(code)
             return list(values)
-        return [self._value(inner) for _ in range(count)]
+        if inner != _STRING:
+            raise struct.error(f"an array of type {inner}")
+        return [self._string() for _ in range(count)]

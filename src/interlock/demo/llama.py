@@ -79,6 +79,8 @@ class GgufLlama:
             self.shape = _gguf_shape(self._file.metadata)
         except KeyError as error:
             raise InterlockError(f"{path} lacks the metadata {error}; a Llama GGUF file has it") from None
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise InterlockError(f"{path} has metadata that no Llama has: {error}") from None
         if "output.weight" in self._file.tensors or "rope_freqs.weight" in self._file.tensors:
             raise InterlockError(
                 f"{path}: a Llama with an own output matrix or scaled rotary is not supported"
