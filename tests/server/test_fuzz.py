@@ -55,6 +55,16 @@ _likely: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": st.dictionaries(st.integers(-1, VOCAB).map(str), st.floats(-101, 101), max_size=3),
     "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
     "logprobs": st.booleans() | st.integers(-1, 22),
+    **dict.fromkeys(["n", "best_of"], st.integers(1, 4)),
+    **dict.fromkeys(["max_tokens", "min_tokens", "max_completion_tokens"], st.integers(0, 20)),
+    **dict.fromkeys(["temperature", "top_p", "min_p", "repetition_penalty"], st.floats(0, 1)),
+    **dict.fromkeys(["presence_penalty", "frequency_penalty"], st.floats(-2, 2)),
+    **dict.fromkeys(["top_k", "seed", "priority", "top_logprobs", "prompt_logprobs"], st.integers(-1, 20)),
+    **dict.fromkeys(["echo", "ignore_eos", "skip_special_tokens", "add_generation_prompt"], st.booleans()),
+    **dict.fromkeys(["include_stop_str_in_output", "continue_final_message"], st.booleans()),
+    "stop_token_ids": st.lists(st.integers(0, VOCAB), max_size=3),
+    "chat_template_kwargs": st.dictionaries(_texts, _values, max_size=2),
+    "tools": st.lists(st.dictionaries(_texts, _values, max_size=2), max_size=2),
     "tokens": st.lists(st.integers(-1, VOCAB), max_size=6),
 }
 
@@ -70,7 +80,7 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
         body["messages"] = [{"role": "user", "content": "Hi"}]
     for name in draw(st.lists(st.sampled_from(names), max_size=4, unique=True)):
         likely = _likely.get(name, _scalars)
-        body[name] = draw(st.one_of(likely, likely, likely, _values))
+        body[name] = draw(likely if draw(st.integers(0, 9)) else _values)
     if draw(st.integers(0, 19)) == 0:
         body[draw(_texts)] = draw(_values)
     return body

@@ -67,7 +67,7 @@ class ApiError(Exception):
         return Response(self.body(), self.status, headers=self.headers, media_type="application/json")
 
 
-def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
