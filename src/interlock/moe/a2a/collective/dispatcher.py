@@ -1,4 +1,4 @@
-"""Dispatch and combine with ``all_to_all_single``: three exchanges to send tokens out, one to bring them back.
+"""Dispatch and combine with ``all_to_all_single``: three exchanges to send tokens, one to bring them back.
 
 On the wire a token goes once to each rank that holds one of its experts, with a record for each of its lanes
 there; the receiver copies it to every expert that wants it. Results come back one for each lane, because only
