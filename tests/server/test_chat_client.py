@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from interlock.server.chat_client import ChatError, ChatOptions, ChatSession, TurnStats, api_url
-from interlock.server.chat_terminal import printable, run_chat
+from interlock.server.chat_client import Terminal, chat, printable, run_chat
+from interlock.server.chat_session import ChatError, ChatOptions, ChatSession, TurnStats, api_url
 from tests.server.conftest import Serve
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_disconnect import wait_for
@@ -83,10 +83,8 @@ def test_ctrl_c_stops_the_answer_only(
 
     monkeypatch.setattr(Console, "print", interrupting)
     with ChatSession(base_url, ChatOptions()) as session:
-        from interlock.server.chat_terminal import _Terminal
-
         out = io.StringIO()
-        _Terminal(session, Console(file=out, width=100), user("go")).loop()
+        Terminal(session, Console(file=out, width=100), user("go")).loop()
         assert session.messages[1:] == [{"role": "assistant", "content": "abc"}]
     assert "stopped" in out.getvalue()
     wait_for(lambda: not engine.live)
@@ -109,6 +107,17 @@ def test_errors_are_shown_and_the_question_can_be_repeated(base_url: str, engine
 def talk_failing(base_url: str, engine: FakeEngine) -> str:
     engine.script("abc", error_at=1)
     return talk(base_url, "go")
+
+
+def test_the_command(
+    base_url: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``interlock chat`` reads standard input and prints to standard output."""
+    engine.script("Clear.")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Signal?\n"))
+    assert chat(base_url, system="Be short.", max_tokens=9, temperature=0.5) == 0
+    assert "Clear." in capsys.readouterr().out
+    assert engine.requests[0].sampling.temperature == 0.5
 
 
 def test_wrong_key_and_unreachable_server(serve: Serve) -> None:

@@ -1,229 +1,154 @@
-"""A conversation with any OpenAI-compatible server: history, streaming, cancelling. No terminal in here."""
+"""``interlock chat``: a conversation in the terminal."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Generator
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
-from urllib.parse import urlsplit
+import importlib
+from collections.abc import Callable
+from contextlib import closing, suppress
 
-import httpx
+from rich.console import Console
+from rich.markup import escape
 
-from interlock.errors import InterlockError
+from interlock.server.chat_session import ChatError, ChatOptions, ChatSession, TurnStats
 
-_CONNECT_SECONDS = 5.0
+HELP = """/reset           forget the conversation
+/system [TEXT]   show or set the system message (setting it forgets the conversation)
+/help            this list
+/exit            leave (or Ctrl-D)
+Ctrl-C stops an answer, not the program."""
 
-
-class ChatError(InterlockError):
-    """The server cannot be reached, or answers with an error."""
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """Request fields of every turn; None leaves a field to the server (a model: to its first)."""
-
-    model: str | None = None
-    api_key: str | None = None
-    system: str | None = None
-    temperature: float | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
+_KEPT_CONTROLS = "\n\t"
 
 
-@dataclass(frozen=True)
-class TurnStats:
-    """Figures of the last answer; None where nothing came or the server does not report them."""
-
-    first_token_seconds: float | None
-    seconds: float
-    prompt_tokens: int | None
-    cached_tokens: int | None
-    completion_tokens: int | None
-    finish_reason: str | None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Decode rate: tokens after the first over the time after the first."""
-        if self.completion_tokens is None or self.completion_tokens < 2 or self.first_token_seconds is None:
-            return None
-        elapsed = self.seconds - self.first_token_seconds
-        return (self.completion_tokens - 1) / elapsed if elapsed > 0 else None
+def printable(text: str) -> str:
+    """``text`` without control characters, so that no answer can steer the terminal."""
+    return "".join(
+        char for char in text if char in _KEPT_CONTROLS or (char.isprintable() or char == "\u200d")
+    )
 
 
-def api_url(base_url: str) -> str:
-    """``base_url`` with ``/v1`` added when it has no path.
+def run_chat(
+    base_url: str,
+    options: ChatOptions,
+    *,
+    console: Console | None = None,
+    read_line: Callable[[str], str] | None = None,
+) -> int:
+    """Talk until the user leaves.
+
+    Args:
+        base_url: an OpenAI-compatible server, with or without ``/v1``.
+        console: where to write; standard output by default.
+        read_line: reads one line after a prompt; raises EOFError at the end. The terminal by default.
+
+    Returns:
+        The exit code.
 
     Raises:
-        ChatError: no http or https URL.
+        ChatError: the server cannot be reached at the start.
     """
-    parts = urlsplit(base_url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ChatError(f"{base_url!r} is no URL of a server; expected something like http://127.0.0.1:8000")
-    path = parts.path.rstrip("/") or "/v1"
-    return f"{parts.scheme}://{parts.netloc}{path}"
-
-
-class ChatSession:
-    """One conversation. Use as a context manager.
-
-    Attributes:
-        model: the model that answers.
-        messages: the conversation so far, the system message first if there is one.
-        last: figures of the last answer.
-    """
-
-    def __init__(self, base_url: str, options: ChatOptions) -> None:
-        self.url = api_url(base_url)
-        self._options = options
-        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-        timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
-        self.messages: list[dict[str, str]] = []
-        self.last: TurnStats | None = None
-        self.reset(system=options.system)
-        try:
-            self.model = options.model or self._first_model()
-        except ChatError:
-            self._http.close()
-            raise
-
-    def __enter__(self) -> ChatSession:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.close()
-
-    @property
-    def system(self) -> str | None:
-        """The system message, if there is one."""
-        first = self.messages[0] if self.messages else None
-        return first["content"] if first is not None and first["role"] == "system" else None
-
-    def reset(self, *, system: str | None = None) -> None:
-        """Forget the conversation; begin with ``system`` if given."""
-        self.messages = [{"role": "system", "content": system}] if system else []
-
-    def ask(self, text: str) -> Generator[str, None, None]:
-        """Send ``text`` and yield the answer's text as it comes.
-
-        Closing the iterator (or an exception at its ``yield``) stops the answer on the server; what had come
-        stays in the history. After an error the question is taken back, so that it can be asked again.
-
-        Raises:
-            ChatError: the server cannot be reached, refuses, or fails in the middle.
-        """
-        self.messages.append({"role": "user", "content": text})
-        parts: list[str] = []
-        turn = _Turn()
-        failed = False
-        try:
-            for event in self._events():
-                piece = turn.take(event)
-                if piece:
-                    parts.append(piece)
-                    yield piece
-        except (ChatError, httpx.HTTPError) as error:
-            failed = True
-            raise error if isinstance(error, ChatError) else ChatError(self._explain(error)) from error
-        finally:
-            self.last = turn.stats()
-            if failed or not parts:
-                self.messages.pop()
-            else:
-                self.messages.append({"role": "assistant", "content": "".join(parts)})
-
-    def _events(self) -> Generator[dict[str, Any], None, None]:
-        options = self._options
-        optional = {
-            "temperature": options.temperature,
-            "max_tokens": options.max_tokens,
-            "seed": options.seed,
-        }
-        body = {
-            "model": self.model,
-            "messages": self.messages,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **{name: value for name, value in optional.items() if value is not None},
-        }
-        with self._http.stream("POST", "/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                response.read()
-                raise ChatError(_error_text(response))
-            for line in response.iter_lines():
-                data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-                if data == "[DONE]":
-                    return
-                if data:
-                    yield _decode(data)
-        raise ChatError("the server ended the answer in the middle")
-
-    def _first_model(self) -> str:
-        try:
-            response = self._http.get("/models")
-            if response.status_code != 200:
-                raise ChatError(_error_text(response))
-            models = response.json()["data"]
-            return str(models[0]["id"])
-        except httpx.HTTPError as error:
-            raise ChatError(self._explain(error)) from error
-        except (ValueError, LookupError, TypeError):
-            raise ChatError(
-                f"{self.url}/models lists no models; is this an OpenAI-compatible server?"
-            ) from None
-
-    def _explain(self, error: httpx.HTTPError) -> str:
-        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return f"cannot reach {self.url}: {error}; is the server running?"
-        return f"{self.url}: {error or type(error).__name__}"
-
-
-class _Turn:
-    """Reads the events of one answer."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._first: float | None = None
-        self._usage: dict[str, Any] = {}
-        self._finish_reason: str | None = None
-
-    def take(self, event: dict[str, Any]) -> str:
-        """The text that ``event`` adds."""
-        if event.get("error"):
-            error = event["error"]
-            raise ChatError(str(error.get("message") if isinstance(error, dict) else error))
-        self._usage = event.get("usage") or self._usage
-        choices = event.get("choices") or [{}]
-        self._finish_reason = choices[0].get("finish_reason") or self._finish_reason
-        text = (choices[0].get("delta") or {}).get("content") or ""
-        if text and self._first is None:
-            self._first = time.perf_counter() - self._start
-        return str(text)
-
-    def stats(self) -> TurnStats:
-        details = self._usage.get("prompt_tokens_details") or {}
-        return TurnStats(
-            first_token_seconds=self._first,
-            seconds=time.perf_counter() - self._start,
-            prompt_tokens=self._usage.get("prompt_tokens"),
-            cached_tokens=details.get("cached_tokens"),
-            completion_tokens=self._usage.get("completion_tokens"),
-            finish_reason=self._finish_reason,
+    console = console or Console(highlight=False)
+    if read_line is None:
+        with suppress(ImportError):
+            importlib.import_module("readline")  # line editing and history for input()
+    with ChatSession(base_url, options) as session:
+        console.print(
+            f"[bold]{escape(session.model)}[/] at {escape(session.url)}   [dim]/help for commands[/]"
         )
+        Terminal(session, console, read_line or console.input).loop()
+    return 0
 
 
-def _decode(data: str) -> dict[str, Any]:
-    with suppress(ValueError):
-        event = json.loads(data)
-        if isinstance(event, dict):
-            return event
-    raise ChatError(f"the server sent an event that is no JSON object: {data[:80]!r}")
+def chat(
+    url: str,
+    *,
+    model: str | None = None,
+    system: str | None = None,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    api_key: str | None = None,
+) -> int:
+    """``run_chat`` on standard input and output, with its options spelled out."""
+    options = ChatOptions(
+        model=model, api_key=api_key, system=system, temperature=temperature, max_tokens=max_tokens
+    )
+    return run_chat(url, options)
 
 
-def _error_text(response: httpx.Response) -> str:
-    with suppress(ValueError, LookupError, TypeError):
-        return f"{response.json()['error']['message']} (HTTP {response.status_code})"
-    return f"HTTP {response.status_code}: {response.text[:200]}"
+class Terminal:
+    """Reads lines, runs commands and prints answers until the user leaves."""
+
+    def __init__(self, session: ChatSession, console: Console, read_line: Callable[[str], str]) -> None:
+        self._session = session
+        self._console = console
+        self._read_line = read_line
+
+    def loop(self) -> None:
+        while True:
+            try:
+                line = self._read_line("\n[bold cyan]you>[/] ").strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                self._console.print("[dim]/exit or Ctrl-D to leave[/]")
+                continue
+            if line.startswith("/"):
+                if not self._command(line):
+                    return
+            elif line:
+                self._answer(line)
+
+    def _command(self, line: str) -> bool:
+        """Run a command; False ends the program."""
+        name, _, argument = line.partition(" ")
+        argument = argument.strip()
+        match name:
+            case "/exit" | "/quit":
+                return False
+            case "/reset":
+                self._session.reset(system=self._session.system)
+                self._console.print("[dim]conversation forgotten[/]")
+            case "/system" if argument:
+                self._session.reset(system=argument)
+                self._console.print("[dim]system message set, conversation forgotten[/]")
+            case "/system":
+                self._console.print(
+                    self._session.system or "[dim]no system message[/]", markup=not self._session.system
+                )
+            case "/help":
+                self._console.print(HELP, markup=False)
+            case _:
+                self._console.print(f"[red]unknown command {escape(name)}[/]")
+                self._console.print(HELP, markup=False)
+        return True
+
+    def _answer(self, question: str) -> None:
+        stopped = False
+        try:
+            with closing(self._session.ask(question)) as pieces:
+                for piece in pieces:
+                    self._console.print(
+                        printable(piece), end="", markup=False, highlight=False, soft_wrap=True
+                    )
+        except KeyboardInterrupt:
+            stopped = True
+        except ChatError as error:
+            self._console.print(f"\n[red]{escape(printable(str(error)))}[/]")
+            return
+        self._console.print()
+        if self._session.last is not None:
+            self._console.print(f"[dim]{_summary(self._session.last, stopped=stopped)}[/]")
+
+
+def _summary(stats: TurnStats, *, stopped: bool) -> str:
+    parts = ["stopped"] if stopped else [stats.finish_reason or "ended"]
+    if stats.completion_tokens is not None:
+        parts.append(f"{stats.completion_tokens} tokens")
+    if stats.tokens_per_second is not None:
+        parts.append(f"{stats.tokens_per_second:.1f} tokens/s")
+    if stats.first_token_seconds is not None:
+        parts.append(f"first after {stats.first_token_seconds * 1000:.0f} ms")
+    if stats.prompt_tokens is not None:
+        cached = f", {stats.cached_tokens} cached" if stats.cached_tokens else ""
+        parts.append(f"prompt {stats.prompt_tokens}{cached}")
+    return " | ".join(parts)
