@@ -12,23 +12,26 @@ UInt64s = npt.NDArray[np.uint64]
 
 _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
-_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-_ROUNDS = 10
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
+_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
+_ROUNDS = np.arange(10, dtype=np.uint64)[:, None, None]
 
 
-def philox4x32(
-    counter: tuple[UInt64s, UInt64s, UInt64s, UInt64s], key: tuple[UInt64s, UInt64s]
-) -> tuple[UInt64s, UInt64s, UInt64s, UInt64s]:
-    """Ten rounds; every array holds 32-bit words in uint64."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c2 = (product1 >> _HALF) ^ c1 ^ k0, (product0 >> _HALF) ^ c3 ^ k1
-        c1, c3 = product1 & _MASK, product0 & _MASK
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+def philox4x32(counter: UInt64s, key: UInt64s) -> UInt64s:
+    """Ten rounds.
+
+    Args:
+        counter: uint64 [4, m]; key: uint64 [2, m]; the words are 32-bit numbers.
+
+    Returns:
+        uint64 [4, m] of 32-bit words.
+    """
+    even, odd = counter[0::2], counter[1::2]
+    for round_key in (key + _ROUNDS * _WEYL) & _MASK:
+        product = even * _MULTIPLIERS
+        even = (product[::-1] >> _HALF) ^ odd ^ round_key
+        odd = product[::-1] & _MASK
+    return np.stack([even[0], odd[0], even[1], odd[1]])
 
 
 def uniforms(seed: UInt64s, position: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -37,10 +40,9 @@ def uniforms(seed: UInt64s, position: npt.NDArray[np.int64]) -> npt.NDArray[np.f
     Args:
         seed: uint64 [m]; position: int64 [m], not negative.
     """
-    counter = position.astype(np.uint64)
-    zero = np.zeros_like(counter)
-    high, low, _, _ = philox4x32(
-        (counter & _MASK, counter >> _HALF, zero, zero), (seed & _MASK, seed >> _HALF)
-    )
+    counter = np.zeros((4, len(position)), dtype=np.uint64)
+    counter[0], counter[1] = position & 0xFFFFFFFF, position >> 32
+    key = np.stack([seed & _MASK, seed >> _HALF])
+    high, low, _, _ = philox4x32(counter, key)
     bits: UInt64s = ((high << _HALF) | low) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53

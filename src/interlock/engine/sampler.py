@@ -20,6 +20,8 @@ import numpy.typing as npt
 import torch
 
 from interlock.engine.batch import Batch, SamplingRows
+from interlock.engine.draw import draw
+from interlock.engine.draw_host import draw_row
 from interlock.engine.logprobs import prompt_logprobs, token_logprobs
 from interlock.engine.messages import TokenLogprob
 from interlock.engine.penalties import adjust_row
@@ -29,7 +31,6 @@ from interlock.engine.sampled import SampledTokens
 NOT_FINITE = "the model's logits are not finite for this request (NaN or infinity)"
 NOTHING_ALLOWED = "no token is allowed next: bias, min_tokens and mask together exclude the whole vocabulary"
 BLOCK_ELEMENTS = 1 << 22
-NUCLEUS_SIZES = (128, 2048)
 NO_MASKS: Mapping[int, torch.Tensor] = {}
 
 Int64s = npt.NDArray[np.int64]
@@ -134,73 +135,23 @@ def _logprobs(
 
 
 def _draw_rows(logits: torch.Tensor, sampling: SamplingRows, rows: Int64s, tokens: Int64s) -> None:
-    """Draw a token for each of ``rows`` and write it to ``tokens``, a block of rows at a time."""
+    """Draw a token for each of ``rows`` and write it to ``tokens``."""
+    if not len(rows):
+        return
+    if logits.device.type == "cpu":
+        numbers = uniforms(sampling.seed[rows], sampling.positions[rows])
+        values = logits.numpy()
+        for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
+            tokens[row] = draw_row(
+                values[row],
+                temperature=float(sampling.temperature[row]),
+                min_p=float(sampling.min_p[row]),
+                top_k=int(sampling.top_k[row]),
+                top_p=float(sampling.top_p[row]),
+                uniform=number,
+            )
+        return
     step = max(1, BLOCK_ELEMENTS // logits.shape[1])
     for start in range(0, len(rows), step):
         block = rows[start : start + step]
-        tokens[block] = _draw(logits[torch.from_numpy(block).to(logits.device)], sampling, block)
-
-
-def _draw(logits: torch.Tensor, sampling: SamplingRows, rows: Int64s) -> Int64s:
-    """Draw from float32 logits [r, V] (a copy that may be changed) -> int64 [r]."""
-
-    def column(values: npt.NDArray[np.float64] | npt.NDArray[np.float32], dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(values).to(device=logits.device, dtype=dtype)[:, None]
-
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / column(sampling.temperature[rows], logits.dtype)
-    min_p, top_k, top_p = sampling.min_p[rows], sampling.top_k[rows], sampling.top_p[rows]
-    if (min_p > 0).any():
-        floor = np.log(np.maximum(min_p, np.finfo(np.float64).tiny))
-        floor[min_p <= 0] = -np.inf
-        logits.masked_fill_(logits < column(floor, logits.dtype), -torch.inf)
-    limited = np.flatnonzero((top_k > 0) & (top_k < logits.shape[1]))
-    if len(limited):
-        index = torch.from_numpy(limited).to(logits.device)
-        logits[index] = _keep_top_k(logits[index], top_k[limited])
-    weights = torch.exp(logits)
-    cumulative = torch.cumsum(weights, dim=-1, dtype=torch.float64)
-    truncated = np.flatnonzero(top_p < 1.0)
-    if len(truncated):
-        index = torch.from_numpy(truncated).to(logits.device)
-        wanted = column(top_p[truncated], torch.float64) * cumulative[index, -1:]
-        part = weights[index]
-        part = part.masked_fill(part < _nucleus_floor(part, wanted), 0.0)
-        cumulative[index] = torch.cumsum(part, dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:].contiguous()
-    target = column(uniforms(sampling.seed[rows], sampling.positions[rows]), torch.float64) * total
-    drawn = torch.searchsorted(cumulative, target, right=True)
-    last = torch.searchsorted(cumulative, total)
-    chosen: Int64s = torch.minimum(drawn, last)[:, 0].cpu().numpy()
-    return chosen
-
-
-def _keep_top_k(logits: torch.Tensor, top_k: Int64s) -> torch.Tensor:
-    """Rows [r, V] with everything below each row's k-th largest entry at minus infinity."""
-    best = torch.topk(logits, int(top_k.max()), dim=-1).values
-    floor = best.gather(1, torch.from_numpy(top_k - 1).to(logits.device)[:, None])
-    return logits.masked_fill(logits < floor, -torch.inf)
-
-
-def _nucleus_floor(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The smallest weight [r, 1] of each row's smallest set of largest weights that adds up to ``wanted``.
-
-    Only as many of the largest weights are sorted as are needed; the result does not depend on how many.
-    """
-    floor = torch.zeros_like(weights[:, :1])
-    open_rows = torch.arange(len(weights), device=weights.device)
-    for size in (*NUCLEUS_SIZES, weights.shape[1]):
-        size = min(size, weights.shape[1])
-        best = torch.topk(weights[open_rows], size, dim=-1).values
-        sums = torch.cumsum(best, dim=-1, dtype=torch.float64)
-        index = torch.searchsorted(sums, wanted[open_rows])
-        done = (
-            (index < size)[:, 0]
-            if size < weights.shape[1]
-            else torch.ones_like(index[:, 0], dtype=torch.bool)
-        )
-        found = best.gather(1, index.clamp(max=size - 1))
-        floor[open_rows[done]] = found[done]
-        open_rows = open_rows[~done]
-        if not len(open_rows):
-            break
-    return floor
+        tokens[block] = draw(logits[torch.from_numpy(block).to(logits.device)], sampling, block)
