@@ -132,12 +132,12 @@ class _Builder:
 
     def build(self) -> TinyWeights:
         spec = self.spec
-        embedding_std = 1.6 / spec.hidden_size**0.5 if spec.tie_word_embeddings else 0.5
+        embedding_std = 0.8 / spec.hidden_size**0.5 if spec.tie_word_embeddings else 0.5
         self.put(
             "model.embed_tokens.weight", self.normal(spec.vocab_size, spec.hidden_size, std=embedding_std)
         )
         if not spec.tie_word_embeddings:
-            self.put("lm_head.weight", self.matrix(spec.vocab_size, spec.hidden_size, 1.6))
+            self.put("lm_head.weight", self.matrix(spec.vocab_size, spec.hidden_size, 0.8))
         self.put("model.norm.weight", self.normal(spec.hidden_size, std=0.1, mean=1.0))
         for layer in range(spec.layers):
             for name in ("input_layernorm", "post_attention_layernorm"):
