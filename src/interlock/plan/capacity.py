@@ -65,6 +65,19 @@ def decide_limits(options: Options, world: World, experts: Experts, device: str)
     return Limits(page, chunk, running, prefill, decode)
 
 
+def refuse_capacity_without_experts(options: Options) -> None:
+    """A model without experts dispatches nothing, so a given T would have no effect."""
+    for name in ("moe_prefill_capacity", "moe_decode_capacity"):
+        given = asked_integer(options, name)
+        if given is not None:
+            raise Refusal(
+                option=_flag(name),
+                given=given.value,
+                rule="this model has no experts, so the option would have no effect",
+                alternatives=[f"{_flag(name)} auto"],
+            )
+
+
 def _split(layout: Layout, world: World) -> int:
     """Ranks that share the tokens of a replica out before they dispatch."""
     return 1 if layout is Layout.REPLICATED else world.attn_tp_size

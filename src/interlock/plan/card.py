@@ -1,4 +1,4 @@
-"""The model card: what a checkpoint's config says, in our own typed fields; all the planner knows of a model."""
+"""The model card: what a checkpoint's config says, in our own typed fields; all a planner knows of it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Source(StrEnum):
 
 
 class Provenance(msgspec.Struct, frozen=True):
-    """Why an item has its value. ``reason`` is one sentence; for a user's value it names flag, file or variable."""
+    """Why an item has its value. ``reason`` is one sentence; a user's value names flag, file or variable."""
 
     source: Source
     reason: str

@@ -123,7 +123,7 @@ def decide_pools(
     )
     full, window = _cut(spaces, budget.value, least, wanted)
     reason = _reason(budget, (full, window), wanted, running)
-    length = asked_len or _longest(card, spaces, full)
+    length = asked_len or _longest(card, spaces, full, window, chunk)
     return Pools(
         _pages(full, spaces.full_page_bytes, budget, reason, "full-attention"),
         _pages(window, spaces.window_page_bytes, budget, reason, "sliding-window"),
@@ -213,9 +213,14 @@ def _pages(pages: int, page_bytes: int, budget: Decided[int], reason: str, kind:
     return Decided(pages, budget.source, reason)
 
 
-def _longest(card: ModelCard, spaces: PageSpaces, full_pages: int) -> Decided[int]:
-    held = full_pages * spaces.page_size
-    if not spaces.full_page_bytes or held >= card.max_position:
+def _longest(
+    card: ModelCard, spaces: PageSpaces, full_pages: int, window_pages: int, chunk: int
+) -> Decided[int]:
+    """The longest request that both spaces hold while it is computed ``chunk`` tokens at a time."""
+    held = full_pages * spaces.page_size if spaces.full_page_bytes else card.max_position
+    if spaces.window_pages_for(held, chunk) > window_pages:
+        held = window_pages * spaces.page_size
+    if held >= card.max_position:
         return from_model(card.max_position, "the model's largest position")
     return rule(held, f"what the KV pool holds; the model's positions end at {card.max_position}")
 

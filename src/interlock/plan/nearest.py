@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 
 from interlock.errors import Refusal
 from interlock.option_kinds import AUTO, Auto, Kind, Option, Value
@@ -12,31 +13,30 @@ from interlock.options import OPTIONS, Options
 Edits = Mapping[str, Value | Auto]
 
 WANTED = 3
-MAX_TRIES = 160
+MAX_TRIES_A_STAGE = 24
+MAX_REPAIRS = 8
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def with_alternatives(refusal: Refusal, options: Options, attempt: Callable[[Options], object]) -> Refusal:
     """``refusal`` with alternatives that ``attempt`` accepts, nearest first, as flags to paste.
 
-    The rule's own suggestions come first, then other values of the option at fault, then options of the
-    user's given up one by one, then more ranks, then as many of the user's options as can be kept.
+    Stages, until one finds something: the rule's own suggestions; these followed from rule to rule; other
+    values of the option at fault; one option of the user's given up; less memory on a rank; as many of the
+    user's options as can be kept.
     """
-    found: list[str] = []
-    tried: set[str] = set()
-    for stage in (_hints, _other_values, _one_given_up, _more_ranks, _most_kept):
-        for edits in stage(refusal, options, attempt):
+    stages = (_hints, _repaired, _other_values, _one_given_up, _less_memory, _most_kept)
+    for stage in stages:
+        found: list[str] = []
+        for edits in islice(stage(refusal, options, attempt), MAX_TRIES_A_STAGE):
             text = paste(edits)
-            if not edits or text in tried or len(tried) >= MAX_TRIES:
-                continue
-            tried.add(text)
-            if _works(options.changed(edits), attempt):
+            if text and text not in found and _works(options.changed(edits), attempt):
                 found.append(text)
             if len(found) == WANTED:
                 break
         if found:
-            break
-    return Refusal(option=refusal.option, given=refusal.given, rule=refusal.rule, alternatives=found)
+            return Refusal(option=refusal.option, given=refusal.given, rule=refusal.rule, alternatives=found)
+    return Refusal(option=refusal.option, given=refusal.given, rule=refusal.rule)
 
 
 def paste(edits: Edits) -> str:
@@ -80,6 +80,24 @@ def _hints(refusal: Refusal, options: Options, attempt: Attempt) -> Iterator[Edi
         yield read_flags(text)
 
 
+def _repaired(refusal: Refusal, options: Options, attempt: Attempt) -> Iterator[Edits]:
+    """Follow each suggestion: what the next rule refuses is repaired by that rule's first suggestion."""
+    for text in refusal.alternatives:
+        edits = read_flags(text)
+        for _ in range(MAX_REPAIRS):
+            try:
+                attempt(options.changed(edits))
+            except Refusal as next_refusal:
+                repairs = [read_flags(hint) for hint in next_refusal.alternatives]
+                fresh = [repair for repair in repairs if not repair.keys() & edits.keys()]
+                if not fresh:
+                    break
+                edits |= fresh[0]
+            else:
+                yield edits
+                break
+
+
 def _other_values(refusal: Refusal, options: Options, attempt: Attempt) -> Iterator[Edits]:
     option = _at_fault(refusal)
     if option is not None:
@@ -87,24 +105,23 @@ def _other_values(refusal: Refusal, options: Options, attempt: Attempt) -> Itera
 
 
 def _one_given_up(refusal: Refusal, options: Options, attempt: Attempt) -> Iterator[Edits]:
-    option = _at_fault(refusal)
-    resets = _resets(options)
-    for name, value in resets.items():
+    for name, value in _resets(options).items():
         yield {name: value}
-    if option is None:
-        return
-    for value in _values(option, options):
-        for name, reset in resets.items():
-            if name != option.name:
-                yield {option.name: value, name: reset}
 
 
-def _more_ranks(refusal: Refusal, options: Options, attempt: Attempt) -> Iterator[Edits]:
-    now = options.integer("tp_size") or 1
+def _less_memory(refusal: Refusal, options: Options, attempt: Attempt) -> Iterator[Edits]:
+    """What takes less memory on a rank: more ranks, also on more machines; narrower or fewer rows."""
+    now, nodes = options.integer("tp_size") or 1, options.integer("nnodes") or 1
+    address: Edits = {} if options.is_set("dist_init") else {"dist_init": "HOST:29500"}
     for size in SIZES:
         if size > now:
             yield {"tp_size": size}
             yield {"tp_size": size, "dtype": "bfloat16"}
+            if size % now == 0:
+                yield {"tp_size": size, "nnodes": nodes * size // now, **address}
+    yield {"dtype": "bfloat16"}
+    for tokens in (2048, 512, 128):
+        yield {"chunked_prefill_size": tokens}
 
 
 def _most_kept(refusal: Refusal, options: Options, attempt: Attempt) -> Iterator[Edits]:

@@ -10,7 +10,7 @@ from interlock.errors import Refusal
 from interlock.moe.terms import Layout
 from interlock.options import Options
 from interlock.plan import decided as from_
-from interlock.plan.capacity import Limits, decide_limits
+from interlock.plan.capacity import Limits, decide_limits, refuse_capacity_without_experts
 from interlock.plan.card import ModelCard
 from interlock.plan.decided import Decided, asked_text, from_model, rule
 from interlock.plan.device import Compute, decide_compute
@@ -18,7 +18,7 @@ from interlock.plan.facts import MachineFacts
 from interlock.plan.join import Declarations, Situation, exchanges
 from interlock.plan.launch_plan import LaunchPlan, Source
 from interlock.plan.memory import Fixed, PageSpaces, available_bytes, decide_pools, estimate, widest_window
-from interlock.plan.moe import check_a2a, decide_a2a, decide_experts
+from interlock.plan.moe import Experts, check_a2a, decide_a2a, decide_experts
 from interlock.plan.nearest import with_alternatives
 from interlock.plan.shared_buffers import buffer_bytes, refuse_small_shm
 from interlock.plan.topology import World, decide_ep, decide_world
@@ -91,6 +91,8 @@ def _resolve(
         sliced_block=max(card.weight_block) if keeps_blocks else 1,
     )
     check_a2a(backend, card, declared, situation.with_ep_size(ep.value))
+    if card.experts is None:
+        refuse_capacity_without_experts(options)
     limits = decide_limits(options, world, experts, compute.device.value)
     slices = Slices(
         attn_tp=world.attn_tp_size,
@@ -114,16 +116,9 @@ def _resolve(
     items: dict[str, Decided[Any]] = {
         **_identity(options, card, model_path),
         **compute.items(),
-        "tp_size": world.tp_size,
-        "ep_size": ep,
-        "attn_dp_size": world.attn_dp_size,
-        "nnodes": world.nnodes,
-        "node_rank": world.node_rank,
-        "dist_init": world.dist_init,
+        **_ranks(world, ep),
         "moe_a2a_backend": a2a,
-        "moe_runner_backend": experts.runner,
-        "moe_layout_prefill": _name(experts.layout_prefill),
-        "moe_layout_decode": _name(experts.layout_decode),
+        **_experts(experts),
         "moe_prefill_capacity": limits.prefill_capacity,
         "moe_decode_capacity": limits.decode_capacity,
         "moe_buffer_bytes": rule(
@@ -144,6 +139,25 @@ def _resolve(
     return _assemble(items)
 
 
+def _ranks(world: World, ep: Decided[int]) -> dict[str, Decided[Any]]:
+    return {
+        "tp_size": world.tp_size,
+        "ep_size": ep,
+        "attn_dp_size": world.attn_dp_size,
+        "nnodes": world.nnodes,
+        "node_rank": world.node_rank,
+        "dist_init": world.dist_init,
+    }
+
+
+def _experts(experts: Experts) -> dict[str, Decided[Any]]:
+    return {
+        "moe_runner_backend": experts.runner,
+        "moe_layout_prefill": _name(experts.layout_prefill),
+        "moe_layout_decode": _name(experts.layout_decode),
+    }
+
+
 def _name(layout: Decided[Layout]) -> Decided[str]:
     return Decided(layout.value.value, layout.source, layout.reason)
 
@@ -156,6 +170,13 @@ def _assemble(items: Mapping[str, Decided[Any]]) -> LaunchPlan:
 
 def _identity(options: Options, card: ModelCard, model_path: str) -> dict[str, Decided[Any]]:
     model = asked_text(options, "model") or rule(model_path, "the folder that was given")
+    if options.is_set("demo_source") and model.value != "demo":
+        raise Refusal(
+            option="--demo-source",
+            given=options.text("demo_source"),
+            rule=f"only the model demo is made from a source, and MODEL is {model.value}",
+            alternatives=["--demo-source auto"],
+        )
     qkv = asked_text(options, "qkv_layout")
     if qkv is not None and not card.fused_qkv:
         raise Refusal(
