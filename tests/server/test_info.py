@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -45,6 +47,9 @@ def test_metrics_names_are_the_documented_ones(http: httpx.Client) -> None:
     assert answer.headers["content-type"].startswith("text/plain")
     families = {family.name for family in text_string_to_metric_families(answer.text)}
     assert families == METRIC_NAMES
+    page = (Path(__file__).parents[2] / "docs" / "http_api.md").read_text(encoding="utf-8")
+    table = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `interlock:")]
+    assert set(re.findall(r"interlock:\w+", "".join(table))) == METRIC_NAMES
 
 
 def test_metrics_identities(serve: Serve) -> None:
@@ -60,20 +65,24 @@ def test_metrics_identities(serve: Serve) -> None:
     engine.play = play
     for _ in range(6):
         assert http.post("/v1/completions", json={**BODY, "n": 2}).status_code == 200
-    for _ in range(3):
-        assert http.post("/v1/completions", json={**BODY, "seed": 1}).status_code == 500
+    for stream in (False, True, True):
+        body = {**BODY, "seed": 1, "stream": stream}
+        assert http.post("/v1/completions", json=body).status_code == (200 if stream else 500)
+    engine.play = lambda request: Play(error_at=0)
+    assert http.post("/v1/completions", json={**BODY, "stream": True}).status_code == 500
+    engine.play = play
     for _ in range(4):
         assert http.post("/v1/completions", json={**BODY, "n": 0}).status_code == 400
     for _ in range(2):
         open_and_close(str(http.base_url), {**BODY, "seed": 2}, lambda: bool(engine.live), "/v1/completions")
         wait_for(lambda: not engine.live)
     found = samples(http)
-    assert found["interlock:requests_started_total"] == 12 + 3 + 2
+    assert found["interlock:requests_started_total"] == 12 + 4 + 2
     assert found["interlock:request_success_total"] == 12
-    assert found["interlock:requests_failed_total"] == 3
+    assert found["interlock:requests_failed_total"] == 4
     assert found["interlock:requests_aborted_total"] == 2
     assert found["interlock:requests_live"] == 0
-    assert found["interlock:requests_rejected_total"] == 3 + 4
+    assert found["interlock:requests_rejected_total"] == 2 + 4
     assert found["interlock:time_to_first_token_seconds_count"] == 12 + 3
     assert found["interlock:inter_token_latency_seconds_count"] == 12 * 3 + 3
     assert found["interlock:e2e_request_latency_seconds_count"] == 12

@@ -24,7 +24,7 @@ _HEADERS = [
 class EventStream(Response):
     """Sends ``chunks`` as they come.
 
-    The status waits for the first chunk: an error before it is an ordinary error response. A later error is
+    The status waits for the first chunk: an error before it goes to the error handlers. A later error is
     one event with the error object and then ``[DONE]``; no finish reason is made up.
     """
 
@@ -35,19 +35,13 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(
-                receive, self._send_all(scope, receive, send), on_disconnect=self._on_disconnect
-            )
+            await until_disconnect(receive, self._send_all(send), on_disconnect=self._on_disconnect)
         except ClientDisconnect:
             return
 
-    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_all(self, send: Send) -> None:
         async with aclosing(self._chunks) as chunks:
-            try:
-                chunk = await anext(chunks)
-            except Exception as error:
-                await as_api_error(error).response()(scope, receive, send)
-                return
+            chunk = await anext(chunks)
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             try:
