@@ -4,12 +4,16 @@ Measures decode steps of a scheduler with a fake forward: schedule, building the
 bookkeeping (on a vocabulary of 64 tokens, so that the arithmetic over logits hardly counts), commit, and
 encoding the messages for the front end. Budget: 0.3 ms at batch 1 and 2 ms at batch 256.
 
+The parts and "cpu" are means of this thread's CPU time, which other load on the machine changes little; "p50"
+and "p99" are wall-clock times of whole steps. The verdict compares "cpu" with the budget, for every kind.
+
     python benchmarks/step_overhead.py [--steps 400]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -113,21 +117,24 @@ def make_plan(batch: int, context: int, steps: int, window: int | None) -> Launc
 
 @dataclass
 class Clock:
-    """Seconds spent in each part, one entry a step."""
+    """Seconds spent in each part, one entry a step: CPU time of the thread, and wall-clock time."""
 
-    parts: dict[str, list[float]] = field(default_factory=dict)
+    cpu: dict[str, list[float]] = field(default_factory=dict)
+    wall: dict[str, list[float]] = field(default_factory=dict)
 
     def time(self, name: str, call: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.thread_time()
         result = call()
-        self.parts.setdefault(name, []).append(time.perf_counter() - start)
+        self.cpu.setdefault(name, []).append(time.thread_time() - cpu)
+        self.wall.setdefault(name, []).append(time.perf_counter() - wall)
         return result
 
-    def mean_ms(self, name: str) -> float:
-        return 1e3 * float(np.mean(self.parts[name]))
+    def cpu_ms(self, name: str) -> float:
+        return 1e3 * float(np.mean(self.cpu[name]))
 
-    def totals_ms(self) -> np.ndarray:
-        return 1e3 * np.sum(list(self.parts.values()), axis=0)
+    def wall_ms(self) -> np.ndarray:
+        """Wall-clock time of each step."""
+        return 1e3 * np.sum(list(self.wall.values()), axis=0)
 
 
 def measure(batch: int, context: int, steps: int, window: int | None, sampling: SamplingParams) -> Clock:
@@ -172,10 +179,9 @@ def main() -> None:
     sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=steps + 4, ignore_eos=True)
     scored = SamplingParams(temperature=0.0, logprobs=5, max_tokens=steps + 4, ignore_eos=True)
     parts = ("schedule", "to_step", "sample", "commit", "messages")
-    print(
-        f"{'batch':>5} {'context':>7} {'window':>6} {'kind':>8} | {' '.join(f'{p:>8}' for p in parts)} |"
-        f" {'mean':>7} {'p50':>7} {'p99':>7}  (ms)"
-    )
+    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs; times in ms")
+    titles = " ".join(f"{part:>8}" for part in parts)
+    print(f"batch context window     kind | {titles} |     cpu     p50     p99")
     for batch in (1, 16, 64, 256):
         for context, window, kind, params in (
             (512, None, "greedy", greedy),
@@ -184,14 +190,15 @@ def main() -> None:
             (512, None, "logprobs", scored),
         ):
             clock = measure(batch, context, steps, window, params)
-            totals = clock.totals_ms()
+            wall = clock.wall_ms()
+            cells = " ".join(f"{clock.cpu_ms(part):8.3f}" for part in parts)
+            cpu = sum(clock.cpu_ms(part) for part in parts)
             verdict = ""
-            if batch in BUDGET_MS and kind == "greedy":
-                verdict = "within budget" if totals.mean() <= BUDGET_MS[batch] else "OVER BUDGET"
-            cells = " ".join(f"{clock.mean_ms(part):8.3f}" for part in parts)
+            if batch in BUDGET_MS:
+                verdict = "within budget" if cpu <= BUDGET_MS[batch] else "over budget"
             print(
                 f"{batch:5d} {context:7d} {window or '-':>6} {kind:>8} | {cells} |"
-                f" {totals.mean():7.3f} {np.median(totals):7.3f} {np.quantile(totals, 0.99):7.3f}  {verdict}",
+                f" {cpu:7.3f} {np.median(wall):7.3f} {np.quantile(wall, 0.99):7.3f}  {verdict}",
                 flush=True,
             )
 

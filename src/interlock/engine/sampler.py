@@ -21,16 +21,15 @@ import torch
 
 from interlock.engine.batch import Batch, SamplingRows
 from interlock.engine.draw import draw
-from interlock.engine.draw_host import draw_row
+from interlock.engine.draw_host import draw_host
 from interlock.engine.logprobs import prompt_logprobs, token_logprobs
 from interlock.engine.messages import TokenLogprob
 from interlock.engine.penalties import adjust_row
-from interlock.engine.philox import uniforms
 from interlock.engine.sampled import SampledTokens
 
 NOT_FINITE = "the model's logits are not finite for this request (NaN or infinity)"
 NOTHING_ALLOWED = "no token is allowed next: bias, min_tokens and mask together exclude the whole vocabulary"
-BLOCK_ELEMENTS = 1 << 22
+BLOCK_ELEMENTS = 1 << 20
 NO_MASKS: Mapping[int, torch.Tensor] = {}
 
 Int64s = npt.NDArray[np.int64]
@@ -135,23 +134,12 @@ def _logprobs(
 
 
 def _draw_rows(logits: torch.Tensor, sampling: SamplingRows, rows: Int64s, tokens: Int64s) -> None:
-    """Draw a token for each of ``rows`` and write it to ``tokens``."""
-    if not len(rows):
-        return
-    if logits.device.type == "cpu":
-        numbers = uniforms(sampling.seed[rows], sampling.positions[rows])
-        values = logits.numpy()
-        for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
-            tokens[row] = draw_row(
-                values[row],
-                temperature=float(sampling.temperature[row]),
-                min_p=float(sampling.min_p[row]),
-                top_k=int(sampling.top_k[row]),
-                top_p=float(sampling.top_p[row]),
-                uniform=number,
-            )
-        return
+    """Draw a token for each of ``rows`` and write it to ``tokens``, a block of rows at a time."""
     step = max(1, BLOCK_ELEMENTS // logits.shape[1])
     for start in range(0, len(rows), step):
         block = rows[start : start + step]
-        tokens[block] = draw(logits[torch.from_numpy(block).to(logits.device)], sampling, block)
+        part = logits[torch.from_numpy(block).to(logits.device)]
+        if part.device.type == "cpu":
+            tokens[block] = draw_host(part.numpy(), sampling, block)
+        else:
+            tokens[block] = draw(part, sampling, block)
