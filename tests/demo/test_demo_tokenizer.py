@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
 
 from interlock.demo.gguf import GgufFile
 from interlock.demo.gguf_tokenizer import gguf_tokenizer
+from interlock.demo.tiny_tokenizer import TRAINING_TEXT
 from interlock.tokenizer import Tokenizer, load_tokenizer
 from tests.demo_fixture import PROMPTS, DemoModels, demo_models  # noqa: F401
 
@@ -39,6 +41,7 @@ TEXTS = [
     "a" * 200,
     "aB" * 50 + "12" * 20,
     "\x00\x01\x7f control",
+    *TRAINING_TEXT.split("\n"),
 ]
 
 
@@ -73,14 +76,14 @@ def test_end_of_turn_ends_a_generation(tokenizer: Tokenizer) -> None:
 def test_the_chat_template_is_the_models_own(tokenizer: Tokenizer) -> None:
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     assert text == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>"
+        "\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 @pytest.mark.slow
 def test_ids_equal_those_of_transformers(tokenizer: Tokenizer, gguf_path: Path) -> None:
-    """transformers' GGUF reader forgets that digits are split, so that rule is put back into its tokenizer."""
+    """transformers' GGUF reader forgets that digits are split, so that rule is put back."""
     transformers = pytest.importorskip("transformers")
     other = transformers.AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
     other.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -94,13 +97,15 @@ def test_ids_equal_those_of_transformers(tokenizer: Tokenizer, gguf_path: Path) 
 def test_ids_equal_those_of_llama_cpp(tokenizer: Tokenizer, gguf_path: Path) -> None:
     xllamacpp = pytest.importorskip("xllamacpp")
     params = xllamacpp.CommonParams()
+    params.verbosity, params.warmup = 1, False
     params.model.path = str(gguf_path)
     params.n_ctx = 256
     params.cpuparams.n_threads = 1
     params.n_gpu_layers = 0
     server = xllamacpp.Server(params)
     for text in TEXTS:
-        answer = server.handle_tokenize({"content": text, "add_special": False, "parse_special": True})
+        request = {"content": text, "add_special": False, "parse_special": True}
+        answer = httpx.post(f"{server.listening_address}/tokenize", json=request).raise_for_status().json()
         assert tokenizer.encode(text) == answer["tokens"], text
 
 

@@ -134,6 +134,19 @@ def test_the_template_file_wins(write_folder: WriteFolder) -> None:
     assert load_tokenizer(folder).apply_chat_template([], x=1) == "file 1"
 
 
+@pytest.mark.parametrize("name", ["self", "name", "values", "template", "loop"])
+def test_any_variable_name_may_be_sent(byte_level: Tokenizer, name: str) -> None:
+    """G18: names that clash with Python's own must not turn into a server error."""
+    messages = [{"role": "user", "content": "hi"}]
+    plain = byte_level.apply_chat_template(messages)
+    assert byte_level.apply_chat_template(messages, **{name: 1}) == plain
+
+
+def test_template_variables_cannot_replace_the_messages(byte_level: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="template variable messages is reserved"):
+        byte_level.apply_chat_template([{"role": "user", "content": "hi"}], messages=[])
+
+
 def test_special_tokens_from_both_files(write_folder: WriteFolder) -> None:
     folder = write_folder(
         special_tokens_map={"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|endoftext|>"},

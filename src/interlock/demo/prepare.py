@@ -8,6 +8,7 @@ from pathlib import Path
 from interlock.demo.cache import complete_or_absent, one_writer, require_space
 from interlock.demo.convert import moe_bytes, write_moe
 from interlock.demo.dense import dense_bytes, write_dense
+from interlock.demo.folder import one_torch_thread
 from interlock.demo.llama import open_llama
 from interlock.demo.origins import DemoOrigins
 from interlock.demo.progress import Stages, show_stages
@@ -84,5 +85,5 @@ def _convert(kind: str, dense: Path, final: Path, stages: Stages) -> None:
     final.parent.mkdir(parents=True, exist_ok=True)
     require_space(final.parent, total + total // 50, "the converted model")
     converted = stages.start("convert layers", llama.shape.layers)
-    with complete_or_absent(final) as folder:
+    with one_torch_thread(), complete_or_absent(final) as folder:
         write(llama, folder, converted=converted, written=stages.start("write", total))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from interlock.demo.folder import write_json, write_shards, write_tokenizer
+from interlock.demo.folder import one_torch_thread, write_json, write_shards, write_tokenizer
 from interlock.demo.tiny_config import tiny_config, tiny_generation_config
 from interlock.demo.tiny_spec import TinySpec
 from interlock.demo.tiny_tokenizer import tiny_tokenizer, tiny_tokenizer_config
@@ -18,7 +18,8 @@ __all__ = ["TinySpec", "TinyWeights", "tiny_weights", "write_tiny", "write_tiny_
 def write_tiny(folder: Path | str, spec: TinySpec | None = None) -> Path:
     """Write a complete model folder for a spec (default: the built-in model ``tiny-random``); returns it."""
     spec = spec or TinySpec()
-    return _write(Path(folder), spec, tiny_weights(spec).stored)
+    with one_torch_thread():
+        return _write(Path(folder), spec, tiny_weights(spec).stored)
 
 
 def write_tiny_reference(folder: Path | str, spec: TinySpec | None = None) -> Path:
@@ -28,11 +29,9 @@ def write_tiny_reference(folder: Path | str, spec: TinySpec | None = None) -> Pa
     than the window says, so compare with ``sliding_window_extra`` 1.
     """
     spec = spec or TinySpec()
-    return _write(
-        Path(folder),
-        spec.replace(qkv="split", fp8=False, dtype="float32"),
-        dict(tiny_weights(spec).reference.items()),
-    )
+    plain = spec.replace(qkv="split", fp8=False, dtype="float32")
+    with one_torch_thread():
+        return _write(Path(folder), plain, tiny_weights(spec).reference)
 
 
 def _write(folder: Path, spec: TinySpec, tensors: dict[str, torch.Tensor]) -> Path:

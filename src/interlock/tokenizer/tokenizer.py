@@ -118,6 +118,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Message],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
