@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from interlock.demo.tiny import TinySpec
+from interlock.kernels.availability import native_cpu_unavailable
 from tests.harness import build_model, run_chunks
 from tests.models.prompts import PROMPT, TOLERANCE, distance
 from tests.thread_groups import run_ranks
@@ -67,15 +68,13 @@ def test_experts_spread_over_ranks_agree(size: int) -> None:
         assert distance(rows, single) <= TOLERANCE
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_deterministic_mode_has_the_same_bits_for_any_number_of_ranks(size: int) -> None:
+@pytest.mark.skipif(native_cpu_unavailable() is not None, reason=f"native: {native_cpu_unavailable()}")
+@pytest.mark.parametrize(("spec", "size"), [(v25(), 2), (v25(), 4), (TinySpec.qwen3_moe(), 4)])
+def test_deterministic_mode_has_the_same_bits_for_any_number_of_ranks(spec: TinySpec, size: int) -> None:
     """B21: row-parallel linears gather their input instead of adding partial sums."""
-    from interlock.kernels.registry import get_kernels
-
-    if not get_kernels("torch", threads=1).row_invariant:
-        pytest.skip("the torch kernels do not promise bits that are independent of the column slice")
-    single = run_chunks(build_model(tiny_folder(v25()), deterministic=True), PROMPT, CHUNKS)
-    for rows in run_world(v25(), size, deterministic=True, ep_size=size):
+    plan = {"deterministic": True, "kernels": "cpu", "moe_runner_backend": "cpu"}
+    single = run_chunks(build_model(tiny_folder(spec), **plan), PROMPT)
+    for rows in run_world(spec, size, ep_size=size, **plan):
         assert torch.equal(rows, single)
 
 

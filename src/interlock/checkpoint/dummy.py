@@ -10,6 +10,7 @@ costs a memory copy instead of a random draw for each weight and gives every sha
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 
@@ -77,7 +78,7 @@ class DummyWeights:
     def _independent(self, spec: TensorSpec) -> torch.Tensor:
         """Router rows must not be shifted copies of each other: drawn one by one."""
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + zlib.crc32(spec.name.encode()))
-        return torch.randn(spec.shape, generator=generator) * spec.shape[1] ** -0.5
+        return torch.randn(spec.shape, generator=generator) / math.sqrt(spec.shape[1])
 
     def _values(self, spec: TensorSpec, rows: range) -> torch.Tensor:
         """Rows of a large tensor, float32: consecutive values of the pool, which starts anew when it ends."""
@@ -89,10 +90,11 @@ class DummyWeights:
             piece = self._pool[first : first + len(flat) - filled]
             flat[filled : filled + len(piece)] = piece
             filled, first = filled + len(piece), 0
-        return flat.mul_(self._std(spec)).view(len(rows), width)
+        flat.mul_(self._std(spec))
+        return flat.view(len(rows), width)
 
     def _std(self, spec: TensorSpec) -> float:
         if spec.role == "embedding":
             return 1.0
-        damping = (2 * self._card.num_layers) ** -0.5 if spec.role == "output" else 1.0
-        return damping * float(spec.shape[1]) ** -0.5
+        damping = 2 * self._card.num_layers if spec.role == "output" else 1
+        return 1.0 / math.sqrt(damping * spec.shape[1])

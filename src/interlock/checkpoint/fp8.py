@@ -19,7 +19,7 @@ def dequantise(weight: torch.Tensor, scale: torch.Tensor, block_columns: int) ->
     values = weight.to(torch.float32)
     whole = values.shape[1] // block_columns
     if whole:
-        blocks = values[:, : whole * block_columns].unflatten(1, (whole, block_columns))
+        blocks = values[:, : whole * block_columns].view(len(values), whole, block_columns)
         blocks.mul_(scale[:, :whole, None])
     if values.shape[1] > whole * block_columns:
         values[:, whole * block_columns :].mul_(scale[:, whole : whole + 1])

@@ -148,7 +148,7 @@ class Checkpoint:
         if file is None:
             file = self._files.setdefault(stored.path, stored.path.open("rb", buffering=0))
         raw = torch.empty(len(rows) * stored.row_bytes, dtype=torch.uint8)
-        view = memoryview(raw.numpy())
+        view = raw.numpy().data
         file.seek(stored.offset + rows.start * stored.row_bytes)
         filled = 0
         while filled < len(view):

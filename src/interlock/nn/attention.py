@@ -123,8 +123,12 @@ class Attention:
         """Views [n, nh, hd], [n, kvh, hd], [n, kvh, vd] of one projection."""
         hd, vd = self._card.head_dim, self._card.v_head_dim
         nh, kvh = len(self._heads.q), len(self._heads.kv)
-        q, k, v = qkv.split([nh * hd, kvh * hd, kvh * vd], 1)
-        return q.unflatten(1, (nh, hd)), k.unflatten(1, (kvh, hd)), v.unflatten(1, (kvh, vd))
+        n, k_start, v_start = len(qkv), nh * hd, (nh + kvh) * hd
+        return (
+            qkv[:, :k_start].view(n, nh, hd),
+            qkv[:, k_start:v_start].view(n, kvh, hd),
+            qkv[:, v_start:].view(n, kvh, vd),
+        )
 
     def _pages(self, step: Step) -> PageMap:
         pages = step.full if self._window is None else step.window

@@ -63,8 +63,16 @@ class MiMoReference:
         window_extra: int = 0,
         dtype: torch.dtype = torch.float64,
         routes: list[torch.Tensor] | None = None,
+        gaps: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Logits [T, V]. ``routes`` receives the expert ids [T, k] of each MoE layer."""
+        """Logits [T, V].
+
+        Args:
+            routes: receives the expert ids [T, k] of each MoE layer.
+            gaps: receives [T] of each MoE layer: by how much the last chosen expert's score is above the
+                first unchosen one's. Ways of computing that differ by rounding may differ in their choice
+                where a gap is as small as rounding.
+        """
         config = self.config
         eps = config.get("layernorm_epsilon") or config["rms_norm_eps"]
         x = self.weights["model.embed_tokens.weight"][torch.tensor(token_ids)].to(dtype)
@@ -74,7 +82,7 @@ class MiMoReference:
             x = x + self._attention(h, layer, prefix + "self_attn.", window_extra)
             h = ops.rms_norm(x, self._weight(prefix + "post_attention_layernorm.weight", dtype), eps)
             if config["moe_layer_freq"][layer]:
-                x = x + self._experts(h, prefix + "mlp.", routes)
+                x = x + self._experts(h, prefix + "mlp.", routes, gaps)
             else:
                 x = x + self._mlp(h, prefix + "mlp.")
         x = ops.rms_norm(x, self._weight("model.norm.weight", dtype), eps)
@@ -92,14 +100,14 @@ class MiMoReference:
             shape.kv_heads * shape.v_head_dim,
         ]
         if prefix + "qkv_proj.weight" in self.weights:
-            q, k, v = (h @ self._weight(prefix + "qkv_proj.weight", dtype).T).split(sizes, -1)
+            q, k, v = torch.split(h @ self._weight(prefix + "qkv_proj.weight", dtype).T, sizes, -1)
         else:
             q, k, v = (h @ self._weight(f"{prefix}{name}_proj.weight", dtype).T for name in "qkv")
         q, k = (
-            ops.rope(t.unflatten(1, (-1, shape.head_dim)), theta=shape.theta, rotary_dim=shape.rotary_dim)
+            ops.rope(t.reshape(len(h), -1, shape.head_dim), theta=shape.theta, rotary_dim=shape.rotary_dim)
             for t in (q, k)
         )
-        v = v.unflatten(1, (-1, shape.v_head_dim)) * (self.config.get("attention_value_scale") or 1.0)
+        v = v.reshape(len(h), -1, shape.v_head_dim) * (self.config.get("attention_value_scale") or 1.0)
         kind = "swa" if shape.sliding else "full"
         sinks = None
         if self.config.get(f"add_{kind}_attention_sink_bias", shape.sliding):
@@ -116,7 +124,13 @@ class MiMoReference:
         )
         return ops.swiglu(h, gate, up, down)
 
-    def _experts(self, h: torch.Tensor, prefix: str, routes: list[torch.Tensor] | None) -> torch.Tensor:
+    def _experts(
+        self,
+        h: torch.Tensor,
+        prefix: str,
+        routes: list[torch.Tensor] | None,
+        gaps: list[torch.Tensor] | None,
+    ) -> torch.Tensor:
         """Sigmoid scores; the bias takes part in the choice only, never in the weights."""
         config = self.config
         if (config.get("n_group") or 1) != 1:
@@ -130,6 +144,10 @@ class MiMoReference:
         weights = weights * (config.get("routed_scaling_factor") or 1.0)
         if routes is not None:
             routes.append(ids)
+        if gaps is not None:
+            ranked = choice.sort(-1, descending=True).values
+            last = config["num_experts_per_tok"] - 1
+            gaps.append(ranked[:, last] - ranked[:, last + 1])
         return ops.mixture(h, ids, weights, lambda rows, e: self._mlp(rows, f"{prefix}experts.{e}."))
 
 

@@ -20,7 +20,7 @@ def swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Te
 
 
 def rope(x: torch.Tensor, *, theta: float, rotary_dim: int) -> torch.Tensor:
-    """x [T, heads, d] at positions 0..T-1: channels i and i + r/2 of the first r turn by pos * theta^(-2i/r)."""
+    """x [T, heads, d] at positions 0..T-1: channels i, i + r/2 of the first r turn by pos * theta^(-2i/r)."""
     half = rotary_dim // 2
     frequency = theta ** (-torch.arange(0, rotary_dim, 2, dtype=x.dtype) / rotary_dim)
     angle = torch.arange(x.shape[0], dtype=x.dtype)[:, None] * frequency
@@ -64,7 +64,7 @@ def mixture(
 ) -> torch.Tensor:
     """sum over lanes of weights[t, lane] * expert(x[t], ids[t, lane]); expert by expert."""
     out = torch.zeros_like(x)
-    for number in ids.unique().tolist():
+    for number in sorted({int(i) for i in ids.flatten()}):
         token, lane = (ids == number).nonzero(as_tuple=True)
         out[token] += weights[token, lane, None] * expert(x[token], number)
     return out

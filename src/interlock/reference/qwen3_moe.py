@@ -54,7 +54,7 @@ class Qwen3MoeReference:
         config, width = self.config, self.config["head_dim"]
         theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
         q, k, v = (
-            (h @ self._weight(f"{prefix}{name}_proj.weight", h.dtype).T).unflatten(1, (-1, width))
+            (h @ self._weight(f"{prefix}{name}_proj.weight", h.dtype).T).view(len(h), -1, width)
             for name in "qkv"
         )
         q, k = (
