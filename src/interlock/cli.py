@@ -140,8 +140,12 @@ def chat(
     url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model name; default: the first that is served.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 512,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0)] = 0.7,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Longest answer, in tokens; default: the server's.", min=1)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the likeliest token; default: the server's.", min=0)
+    ] = None,
 ) -> int:
     """Talk to a running server in the terminal. The key comes from INTERLOCK_API_KEY."""
     from interlock.server.chat_client import chat as talk

@@ -36,17 +36,19 @@ def nvidia_devices(visible: str | None) -> tuple[Device, ...]:
 
 
 def _select(found: list[tuple[str, Device]], visible: str) -> list[Device]:
-    """As CUDA does: an entry that names no device ends the list."""
-    chosen = []
+    """As CUDA does: an entry that names no device ends the list, one that names a device again empties it."""
+    chosen: list[int] = []
     for entry in (part.strip() for part in visible.split(",")):
         if entry.isdigit() and int(entry) < len(found):
-            chosen.append(found[int(entry)][1])
+            chosen.append(int(entry))
             continue
-        named = [device for uuid, device in found if entry and uuid.startswith(entry)]
+        named = [index for index, (uuid, _) in enumerate(found) if entry and uuid.startswith(entry)]
         if len(named) != 1:
             break
         chosen += named
-    return chosen
+    if len(set(chosen)) < len(chosen):
+        return []
+    return [found[index][1] for index in chosen]
 
 
 def _describe(nvml: Any, index: int) -> tuple[str, Device]:

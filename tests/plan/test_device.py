@@ -1,0 +1,138 @@
+"""Device, kernels, threads and dtypes from machine facts; the facts themselves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from interlock.errors import Refusal
+from interlock.kernels.availability import native_cpu_unavailable
+from interlock.options import Options
+from interlock.plan.device import ROW_INVARIANT
+from interlock.plan.facts import Device, MachineFacts, load_facts, probe
+from interlock.plan.launch_plan import LaunchPlan
+from interlock.plan.nvml import _select
+from interlock.plan.resolve import resolve
+from tests.plan.machines import gpu_machine, machine, tiny_card
+
+NO_COMPILER = machine(cxx_compiler=None, native_kernels_problem="no C++ compiler is on PATH")
+
+
+def plan_for(facts: MachineFacts | None = None, **asked: object) -> LaunchPlan:
+    return resolve(Options.of(model="m", **asked), tiny_card(), facts or machine())
+
+
+def test_native_kernels_where_a_compiler_is_and_the_reason_where_not() -> None:
+    assert plan_for().kernels == "cpu"
+    plan = plan_for(NO_COMPILER)
+    assert plan.kernels == "torch"
+    assert "no C++ compiler" in plan.provenance["kernels"].reason
+    with pytest.raises(Refusal, match="no C") as caught:
+        plan_for(NO_COMPILER, kernels="cpu")
+    assert caught.value.alternatives == ("--kernels torch",)
+
+
+def test_cores_are_shared_among_the_ranks_of_a_node() -> None:
+    assert plan_for(tp_size=4).threads == 16
+    assert plan_for(tp_size=4, nnodes=2, dist_init="a:1").threads == 32
+    assert plan_for(machine(cores=1), tp_size=2).threads == 1
+    assert plan_for(threads=3).threads == 3
+
+
+def test_gpus_are_taken_where_there_are_enough() -> None:
+    assert plan_for(gpu_machine(gpus=2), tp_size=2).device == "cuda"
+    few = plan_for(gpu_machine(gpus=2), tp_size=4)
+    assert few.device == "cpu"
+    assert "4 GPUs; 2 found" in few.provenance["device"].reason
+    with pytest.raises(Refusal, match="2 found") as caught:
+        plan_for(gpu_machine(gpus=2), tp_size=4, device="cuda")
+    assert caught.value.alternatives == ("--device cpu", "--tp-size 2")
+
+
+def test_a_cpu_build_of_torch_cannot_use_gpus() -> None:
+    facts = msgspec.structs.replace(gpu_machine(), packages={"torch": "2.13.0+cpu"})
+    assert "without CUDA" in plan_for(facts).provenance["device"].reason
+    with pytest.raises(Refusal, match="without CUDA"):
+        plan_for(facts, device="cuda")
+
+
+def test_determinism_needs_row_invariant_kernels() -> None:
+    assert plan_for(deterministic=True).kernels == "cpu"
+    for facts, asked in ((machine(), {"kernels": "torch"}), (NO_COMPILER, {}), (gpu_machine(), {})):
+        with pytest.raises(Refusal, match="row-invariant") as caught:
+            plan_for(facts, deterministic=True, **asked)
+        assert caught.value.option == "--deterministic"
+        assert caught.value.alternatives
+
+
+def test_row_invariant_kernel_sets_are_those_whose_classes_say_so() -> None:
+    from interlock.kernels.torch_reference import TorchKernels
+
+    assert ("torch" in ROW_INVARIANT) == TorchKernels.row_invariant
+    if native_cpu_unavailable() is None:
+        from interlock.kernels.cpu.kernels import CpuKernels
+
+        assert ("cpu" in ROW_INVARIANT) == CpuKernels.row_invariant
+
+
+def test_fp8_checkpoints_say_that_they_are_dequantised() -> None:
+    card = tiny_card(weight_format="fp8_block", dtype="bfloat16")
+    plan = resolve(Options.of(model="m"), card, machine())
+    assert plan.dtype == "bfloat16"
+    assert "dequantised" in plan.provenance["dtype"].reason
+    assert plan.kv_cache_dtype == "bfloat16"
+
+
+def test_facts_of_this_machine_are_probed_without_torch() -> None:
+    code = (
+        "import sys; from interlock.plan.facts import probe; f = probe(packages={'hypothesis', 'nonesuch'});"
+        "import msgspec; print(msgspec.json.encode(f).decode()); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    facts = json.loads(done.stdout)
+    assert facts["cores"] >= 1
+    assert 0 < facts["memory_available"] <= facts["memory_total"]
+    assert "hypothesis" in facts["packages"]
+    assert "nonesuch" not in facts["packages"]
+    assert "torch" in facts["packages"]
+
+
+def test_facts_travel_as_json(tmp_path: Path) -> None:
+    file = tmp_path / "facts.json"
+    file.write_bytes(msgspec.json.encode(gpu_machine()))
+    assert load_facts(str(file)) == gpu_machine()
+    file.write_text("{}")
+    with pytest.raises(Refusal, match="cannot be read"):
+        load_facts(str(file))
+    with pytest.raises(Refusal, match="cannot be read"):
+        load_facts(str(tmp_path / "none"))
+
+
+def test_probe_agrees_with_the_machine() -> None:
+    facts = probe()
+    assert facts.native_kernels_problem == native_cpu_unavailable()
+    assert facts.os == "linux" or facts.shm_free == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("0,2", ["a", "c"]),
+        ("", []),
+        ("-1", []),
+        ("2,9,0", ["c"]),
+        ("GPU-b", ["b"]),
+        ("GPU-", []),
+        ("1,1", []),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_does(visible: str, names: list[str]) -> None:
+    found = [
+        (f"GPU-{name}x", Device(kind="cuda", name=name, memory_total=1, memory_free=1)) for name in "abc"
+    ]
+    assert [device.name for device in _select(found, visible)] == names
