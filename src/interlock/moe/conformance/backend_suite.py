@@ -67,14 +67,20 @@ def _run_setting(
     try:
         for number in range(cases):
             case = make_case(setting, number, seed)
+            label = f"[{case.label}, seed {seed}]"
+            found.cases += 1
+            found.coverage.update(_properties(case, setting))
             try:
                 _run_case(backend, dispatcher, case, setting, rank, device, found)
+            except Mismatch as mismatch:
+                found.failures.append(f"rank {rank}: {mismatch} {label}")
+            try:
                 if number == 0:
                     _run_misuse(dispatcher, case, setting, rank, device, found)
             except Mismatch as mismatch:
-                found.failures.append(f"rank {rank}: {mismatch} [{case.label}, seed {seed}]")
-            found.cases += 1
-            found.coverage.update(_properties(case, setting))
+                # The dispatcher did what it should have refused: its state means nothing any more.
+                found.failures.append(f"rank {rank}: {mismatch} {label}")
+                return
         _check_receipt(backend, dispatcher, setting, found)
     finally:
         dispatcher.close()
