@@ -9,8 +9,6 @@ sum over the lanes. Bytes counted: the weights of the experts that are hit. FLOP
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +17,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_timing import bandwidth, time_graph
+from gpu_timing import time_graph
 
 from interlock.kernels.triton import moe
 from interlock.kernels.triton.row_blocks import reference_quantise
-from interlock.kernels.triton.tuned import MoeConfig, MoeShape, Tile, load_table, nearest
+from interlock.kernels.triton.tuned import MoeConfig
 
 TOP_K = 8
 SHAPES = {

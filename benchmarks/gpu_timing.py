@@ -33,7 +33,9 @@ def time_graph(calls: Sequence[Callable[[], object]], *, replays: int = 10, warm
         for call in calls:
             call()
     graph.replay()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)
+    ]
     for start, end in events:
         start.record()
         graph.replay()
@@ -53,6 +55,14 @@ def _read_kernel(source, out, size, block: tl.constexpr, steps: tl.constexpr):
     tl.store(out + tl.program_id(0), tl.xor_sum(total, axis=0))
 
 
+@triton.jit
+def _copy_kernel(source, out, size, block: tl.constexpr, steps: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * block * steps
+    for step in tl.static_range(steps):
+        where = start + step * block + tl.arange(0, block)
+        tl.store(out + where, tl.load(source + where, mask=where < size), mask=where < size)
+
+
 def bandwidth(nbytes: int = 8 << 30) -> dict[str, float]:
     """Bytes a second of reading only, and of a copy (read and written bytes counted)."""
     source = torch.randint(-(2**31), 2**31 - 1, (nbytes // 4,), dtype=torch.int32, device="cuda")
@@ -60,9 +70,20 @@ def bandwidth(nbytes: int = 8 << 30) -> dict[str, float]:
     programs = -(-source.numel() // (block * steps))
     out = torch.empty(programs, dtype=torch.int32, device="cuda")
     read = time_graph(
-        [lambda: _read_kernel[(programs,)](source, out, source.numel(), block=block, steps=steps, num_warps=8)]
+        [
+            lambda: _read_kernel[(programs,)](
+                source, out, source.numel(), block=block, steps=steps, num_warps=8
+            )
+        ]
     )
     half = source[: source.numel() // 2]
     other = source[source.numel() // 2 :]
-    copy = time_graph([lambda: other.copy_(half)])
+    half_programs = (half.numel() // (block * steps),)
+    copy = time_graph(
+        [
+            lambda: _copy_kernel[half_programs](
+                half, other, half.numel(), block=block, steps=steps, num_warps=8
+            )
+        ]
+    )
     return {"read": nbytes / read.best, "copy": nbytes / copy.best}

@@ -64,7 +64,9 @@ def gate_up_kernel(
             if depth % block_k == 0:
                 tokens = tl.load(rows + step * block_k).T
             else:
-                tokens = tl.load(rows + step * block_k, mask=step * block_k + inside[None, :] < depth, other=0).T
+                tokens = tl.load(
+                    rows + step * block_k, mask=step * block_k + inside[None, :] < depth, other=0
+                ).T
             gate = tl.dot(weight.load([gate_row, step * block_k]), tokens, gate)
             up = tl.dot(weight.load([gate_row + inter, step * block_k]), tokens, up)
     result = gate / (1.0 + tl.exp(-gate)) * up
@@ -118,7 +120,9 @@ def down_kernel(
             if depth % block_k == 0:
                 tokens = tl.load(rows + step * block_k).T
             else:
-                tokens = tl.load(rows + step * block_k, mask=step * block_k + inside[None, :] < depth, other=0).T
+                tokens = tl.load(
+                    rows + step * block_k, mask=step * block_k + inside[None, :] < depth, other=0
+                ).T
             total = tl.dot(weight.load([weight_row, step * block_k]), tokens, total)
     if has_weights:
         total *= tl.load(row_weights + place, mask=live, other=0.0)[None, :]

@@ -7,9 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def sum_lanes_kernel(
-    rows, ids, out, hidden, lanes: tl.constexpr, block: tl.constexpr, has_ids: tl.constexpr
-):
+def sum_lanes_kernel(rows, ids, out, hidden, lanes: tl.constexpr, block: tl.constexpr, has_ids: tl.constexpr):
     """out[t] = sum over lanes in ascending order in float32, lanes with id -1 skipped; rounded once."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)

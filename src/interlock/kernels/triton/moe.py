@@ -5,12 +5,12 @@ Legend: n tokens, k lanes a token, h hidden size, i expert width, E local expert
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from interlock.kernels.triton import grouped_gemm, lanes, quantise, route_lists
+from interlock.kernels.triton import grouped_gemm, lanes, pipelined, route_lists
+from interlock.kernels.triton.expert_tensors import GROUP, ExpertTensors
+from interlock.kernels.triton.fp8_rows import quantise_rows
 from interlock.kernels.triton.row_blocks import (
     FEW_LANES,
     RowLists,
@@ -19,29 +19,6 @@ from interlock.kernels.triton.row_blocks import (
     power_of_two,
 )
 from interlock.kernels.triton.tuned import MoeConfig, Tile
-
-GROUP = 128
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTensors:
-    """Weights as the GEMMs read them.
-
-    Attributes:
-        gate_up: [E, 2i, h], gate rows first; bfloat16 or e4m3.
-        down: [E, h, i].
-        gate_up_scales: float32 [E, 2i / 128, h / 128] for e4m3, else None.
-        down_scales: float32 [E, h / 128, i / 128] for e4m3, else None.
-    """
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    gate_up_scales: torch.Tensor | None = None
-    down_scales: torch.Tensor | None = None
-
-    @property
-    def fp8(self) -> bool:
-        return self.gate_up_scales is not None
 
 
 def top_k(
@@ -66,17 +43,16 @@ def top_k(
     return ids, weights
 
 
-def token_lists(
-    ids: torch.Tensor, weights: torch.Tensor | None, experts: int, block_rows: int
-) -> RowLists:
+def token_lists(ids: torch.Tensor, weights: torch.Tensor | None, experts: int, block_rows: int) -> RowLists:
     """Row lists of ids int64 [n, k] (local expert or -1) and weights float32 [n, k]."""
     tokens, k = ids.shape
     count = tokens * k
     blocks = max_row_blocks(count, experts, block_rows)
-    made = torch.empty(2 * count + 3 * blocks, dtype=torch.int32, device=ids.device)
-    source, target, *cuts = made.split([count, count, blocks, blocks, blocks])
+    made = torch.empty(3 * count + 3 * blocks + 1, dtype=torch.int32, device=ids.device)
+    source, target, places, *cuts = made.split([count, count, count, blocks, blocks, blocks, 1])
     placed = None if weights is None else torch.empty(count, dtype=torch.float32, device=ids.device)
     has = {"has_weights": weights is not None}
+    place_of_lane = None
     if count <= FEW_LANES and tokens <= block_rows:
         width = power_of_two(max(count, 16))
         route_lists.few_lanes_kernel[(1,)](
@@ -84,11 +60,14 @@ def token_lists(
             **has, width=width, num_warps=4 if width <= 64 else 8,
         )  # fmt: skip
     else:
-        _chunked_lists(ids, weights, source, target, placed, cuts, experts, block_rows)
-    return RowLists(source, target, placed, *cuts, places=count, block_rows=block_rows)
+        _chunked_lists(ids, weights, source, target, placed, places, cuts, experts, block_rows)
+        place_of_lane = places.view(tokens, k)
+    return RowLists(
+        source, target, placed, *cuts, places=count, block_rows=block_rows, place_of_lane=place_of_lane
+    )
 
 
-def _chunked_lists(ids, weights, source, target, placed, cuts, experts: int, block_rows: int) -> None:
+def _chunked_lists(ids, weights, source, target, placed, places, cuts, experts: int, block_rows: int) -> None:
     count, k = ids.numel(), ids.shape[1]
     chunk = 256 if count <= 16384 else 1024
     chunks = -(-count // chunk)
@@ -101,7 +80,7 @@ def _chunked_lists(ids, weights, source, target, placed, cuts, experts: int, blo
         bins=bins, tile=tile, block_rows=block_rows, num_warps=8,
     )  # fmt: skip
     route_lists.place_kernel[(chunks,)](
-        ids, weights, histogram, source, target, placed, count, k,
+        ids, weights, histogram, source, target, placed, places, count, k,
         has_weights=weights is not None, chunk=chunk, bins=bins, tile=32, num_warps=8,
     )  # fmt: skip
 
@@ -120,25 +99,13 @@ def segment_lists(
         blocks = max_slab_blocks(slab_rows, experts, block_rows)
     else:
         blocks = max_row_blocks(places, experts, block_rows)
-    cuts = torch.empty(3, blocks, dtype=torch.int32, device=counts.device).unbind(0)
+    made = torch.empty(3 * blocks + 1, dtype=torch.int32, device=counts.device)
+    cuts = made.split([blocks, blocks, blocks, 1])
     route_lists.segment_blocks_kernel[(1,)](
         counts, psum, *cuts, experts, slab_rows, blocks,
         has_psum=psum is not None, bins=power_of_two(experts), block_rows=block_rows,
     )  # fmt: skip
     return RowLists(None, None, weights, *cuts, places=places, block_rows=block_rows)
-
-
-def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n, h] -> (e4m3 [n, h], float32 scales [h / 128, n])."""
-    rows, width = x.shape
-    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(width // GROUP, rows, dtype=torch.float32, device=x.device)
-    if rows:
-        groups = 8
-        quantise.quantise_kernel[(rows, -(-width // (GROUP * groups)))](
-            x, out, scales, rows, x.stride(0), width, groups, rows, num_warps=4
-        )
-    return out, scales
 
 
 def compute(
@@ -153,6 +120,11 @@ def compute(
 
     x [*, h] bfloat16, or e4m3 with x_scales float32 [*, h / 128] (any strides) when the weights are e4m3.
     """
+    if config.pipelined and experts.fp8 and lists.block_rows == pipelined.BLOCK_ROWS:
+        rows = pipelined.placed_rows(x, x_scales, lists)
+        if rows is not None:
+            pipelined.compute(*rows, experts, lists, out)
+            return
     if experts.fp8 and x_scales is None:
         x, transposed = quantise_rows(x)
         x_scales = transposed.T
@@ -165,7 +137,9 @@ def compute(
     _down(act, act_scales, experts, lists, out, config)
 
 
-def _gate_up(x, x_scales, experts: ExpertTensors, lists: RowLists, act, act_scales, config: MoeConfig) -> None:
+def _gate_up(
+    x, x_scales, experts: ExpertTensors, lists: RowLists, act, act_scales, config: MoeConfig
+) -> None:
     tile, inter = config.gate_up, act.shape[1]
     strides = (0, 0) if x_scales is None else x_scales.stride()
     grouped_gemm.gate_up_kernel[(lists.max_blocks * -(-inter // tile.block_n),)](

@@ -33,3 +33,30 @@ def quantise_kernel(
     quantised, scale = to_fp8(values, 1)
     tl.store(out + row * width + column, quantised, mask=live)
     tl.store(scales + group.to(tl.int64) * scale_stride + row, scale, mask=group * 128 < width)
+
+
+@triton.jit
+def quantise_to_places_kernel(
+    x,
+    places,
+    out,
+    scales,
+    row_stride,
+    lanes: tl.constexpr,
+    width: tl.constexpr,
+    groups: tl.constexpr,
+    scale_stride,
+):
+    """Quantise a token once and write it at the place of each of its lanes (-1: nowhere)."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * groups + tl.arange(0, groups)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    live = column < width
+    values = tl.load(x + token * row_stride + column, mask=live, other=0.0).to(tl.float32)
+    quantised, scale = to_fp8(values, 1)
+    for lane in tl.static_range(lanes):
+        place = tl.load(places + token * lanes + lane)
+        held = place >= 0
+        tl.store(out + place.to(tl.int64) * width + column, quantised, mask=live & held)
+        where = scales + group.to(tl.int64) * scale_stride + place
+        tl.store(where, scale, mask=(group * 128 < width) & held)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def few_lanes_kernel(
-    ids, weights, source, target, weight, block_expert, block_first, block_end,
+    ids, weights, source, target, weight, block_expert, block_first, block_end, block_count,
     lanes, k, max_blocks,
     has_weights: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
@@ -41,6 +41,7 @@ def few_lanes_kernel(
     tl.store(block_first + block, place, mask=leads)
     tl.store(block_end + block, place + count, mask=leads)
     total = tl.sum(leads.to(tl.int32), axis=0)
+    tl.store(block_count, total)
     tl.store(block_expert + total + lane, -1, mask=total + lane < max_blocks)
 
 
@@ -55,13 +56,15 @@ def histogram_kernel(ids, histogram, lanes, chunk: tl.constexpr, bins: tl.conste
 
 @triton.jit
 def store_blocks(
-    counts, starts, order, block_expert, block_first, block_end, max_blocks, block_rows: tl.constexpr
-):
+    counts, starts, order, block_expert, block_first, block_end, block_count, max_blocks,
+    block_rows: tl.constexpr,
+):  # fmt: skip
     """Cut every expert's list into blocks; entries behind the last block get expert -1."""
     blocks = (counts + block_rows - 1) // block_rows
     first_block = tl.cumsum(blocks, axis=0) - blocks
     total = tl.sum(blocks, axis=0)
-    for j in range(0, tl.max(blocks, axis=0)):
+    tl.store(block_count, total)
+    for j in range(tl.max(blocks, axis=0)):
         live = j < blocks
         first = starts + j * block_rows
         tl.store(block_expert + first_block + j, order, mask=live)
@@ -74,7 +77,7 @@ def store_blocks(
 
 @triton.jit
 def scan_kernel(
-    histogram, block_expert, block_first, block_end, chunks, experts, max_blocks,
+    histogram, block_expert, block_first, block_end, block_count, chunks, experts, max_blocks,
     bins: tl.constexpr, tile: tl.constexpr, block_rows: tl.constexpr,
 ):  # fmt: skip
     """One program: histogram becomes the place of each chunk's first lane of each expert; blocks are cut."""
@@ -86,7 +89,9 @@ def scan_kernel(
         counts += tl.sum(tl.load(where, mask=chunk[:, None] < chunks, other=0), axis=0)
     counts = tl.where(order < experts, counts, 0)
     starts = tl.cumsum(counts, axis=0) - counts
-    store_blocks(counts, starts, order, block_expert, block_first, block_end, max_blocks, block_rows)
+    store_blocks(
+        counts, starts, order, block_expert, block_first, block_end, block_count, max_blocks, block_rows
+    )
     place = starts
     for start in range(0, chunks, tile):
         chunk = start + tl.arange(0, tile)
@@ -98,7 +103,7 @@ def scan_kernel(
 
 @triton.jit
 def place_kernel(
-    ids, weights, histogram, source, target, weight, lanes, k,
+    ids, weights, histogram, source, target, weight, places, lanes, k,
     has_weights: tl.constexpr, chunk: tl.constexpr, bins: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """Write each lane of a chunk at its place: the chunk's first place plus its rank within the chunk."""
@@ -114,6 +119,7 @@ def place_kernel(
         rank += tl.sum(same.to(tl.int32), axis=1)
     live = expert >= 0
     place = tl.load(histogram + tl.program_id(0) * bins + expert, mask=live, other=0) + rank
+    tl.store(places + lane, tl.where(live, place, -1), mask=lane < lanes)
     tl.store(target + place, lane, mask=live)
     tl.store(source + place, lane // k, mask=live)
     if has_weights:
@@ -122,7 +128,7 @@ def place_kernel(
 
 @triton.jit
 def segment_blocks_kernel(
-    counts, psum, block_expert, block_first, block_end, experts, slab_rows, max_blocks,
+    counts, psum, block_expert, block_first, block_end, block_count, experts, slab_rows, max_blocks,
     has_psum: tl.constexpr, bins: tl.constexpr, block_rows: tl.constexpr,
 ):  # fmt: skip
     """One program: blocks of rows that are grouped already (``psum`` of the contiguous layout, or a slab)."""
@@ -133,4 +139,6 @@ def segment_blocks_kernel(
         starts = tl.load(psum + order, mask=mine, other=0) - count
     else:
         starts = order * slab_rows
-    store_blocks(count, starts, order, block_expert, block_first, block_end, max_blocks, block_rows)
+    store_blocks(
+        count, starts, order, block_expert, block_first, block_end, block_count, max_blocks, block_rows
+    )

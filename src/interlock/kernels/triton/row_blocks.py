@@ -20,7 +20,9 @@ class RowLists:
         weight: float32 [P], factor of each place's result; None for 1.
         block_expert: int32 [B], expert of each block, -1 for blocks behind the last.
         block_first, block_end: int32 [B], first place and one past the last place of each block.
+        block_count: int32 [1], number of blocks in use.
         places: P.
+        place_of_lane: int32 [n, k], place of each lane or -1, where it was made.
     """
 
     source: torch.Tensor | None
@@ -29,8 +31,10 @@ class RowLists:
     block_expert: torch.Tensor
     block_first: torch.Tensor
     block_end: torch.Tensor
+    block_count: torch.Tensor
     places: int
     block_rows: int
+    place_of_lane: torch.Tensor | None = None
 
     @property
     def max_blocks(self) -> int:
@@ -80,6 +84,7 @@ def reference_lists(
         block_expert=table[:, 0],
         block_first=table[:, 1],
         block_end=table[:, 2],
+        block_count=torch.tensor([len(blocks)], dtype=torch.int32, device=ids.device),
         places=len(target),
         block_rows=block_rows,
     )

@@ -24,18 +24,27 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """Launch parameters of one MoE layer; both GEMMs share the row blocks."""
+    """Launch parameters of one MoE layer; both GEMMs share the row blocks.
+
+    ``pipelined``: use the persistent kernels for many tokens where they apply (fp8, 128 rows a block).
+    """
 
     block_rows: int
     gate_up: Tile
     down: Tile
+    pipelined: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> MoeConfig:
-        return MoeConfig(fields["block_rows"], Tile(**fields["gate_up"]), Tile(**fields["down"]))
+        return MoeConfig(
+            fields["block_rows"],
+            Tile(**fields["gate_up"]),
+            Tile(**fields["down"]),
+            fields.get("pipelined", False),
+        )
 
 
 @dataclass(frozen=True, slots=True)
