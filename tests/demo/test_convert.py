@@ -95,6 +95,32 @@ def test_every_slice_is_held_by_two_experts(tmp_path: Path) -> None:
     assert torch.equal(router[:SLICES], -router[SLICES:])
 
 
+@torch.inference_mode()
+def chosen_experts(model, ids: list[int]) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """[layers, tokens, experts] bool: which experts the router's rule selects, from the MLPs' real inputs."""
+    hidden: list[torch.Tensor] = []
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0][0]))
+        for layer in model.model.layers
+    ]
+    run(model, ids)
+    for hook in hooks:
+        hook.remove()
+    rows = [layer.mlp.gate.weight for layer in model.model.layers]
+    scores = torch.stack([torch.sigmoid(x @ row.T) for x, row in zip(hidden, rows, strict=True)])
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(SLICES, -1).indices, True)
+
+
+def assert_routing_is_sparse_and_varied(chosen: torch.Tensor) -> None:
+    assert (chosen[..., :SLICES] != chosen[..., SLICES:]).all(), "exactly one expert of each pair"
+    assert (chosen[:, 1:] != chosen[:, :-1]).float().mean() > 0.2, "neighbouring tokens choose differently"
+
+
+def test_routing_takes_one_of_each_pair_and_differs_between_tokens(tmp_path: Path) -> None:
+    moe = load_model(convert(write_llama_folder(tmp_path / "source"), tmp_path / "moe"))
+    assert_routing_is_sparse_and_varied(chosen_experts(moe, IDS))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -137,6 +163,7 @@ def test_the_real_demo_equals_the_dense_model(demo_models: DemoModels) -> None: 
         assert out[0] == out[1]
         difference = (run(dense, out[0]) - run(moe, out[0])).abs().max()
         assert difference < 3e-4
+        assert_routing_is_sparse_and_varied(chosen_experts(moe, ids))
 
 
 def greedy(model, ids: list[int], count: int) -> list[int]:  # type: ignore[no-untyped-def]
