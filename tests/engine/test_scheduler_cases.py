@@ -702,3 +702,15 @@ def test_counters_add_up() -> None:
     assert sim.phases.count(Phase.DECODE) == stats.steps_decode_total
     first = [stream.deltas[0] for stream in sim.streams.values() if stream.tokens]
     assert all(delta.queue_seconds is not None and delta.queue_seconds >= 0 for delta in first)
+
+
+@pytest.mark.parametrize("windows", [(8,), (None, 8)])
+def test_retraction_for_want_of_window_pages(windows: tuple[int | None, ...]) -> None:
+    """Short prompts whose windows grow beyond the window space: the newest give way, nothing is lost."""
+    sim = Simulation(sim_plan(windows, full_pages=400, window_pages=12, max_running_requests=8))
+    for salt in range(8):
+        sim.add([salt], max_tokens=40, **LONG)
+    sim.run()
+    assert sim.scheduler.stats().retractions_total > 0
+    sim.verify_all()
+    sim.verify_empty()

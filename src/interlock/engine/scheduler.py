@@ -369,7 +369,8 @@ class Scheduler:
         """The cached prefix to admit ``head`` on, or None while there is no room for it.
 
         Room: its pages fit beside what requests in prefill still need and one page for each decoding
-        request. When nobody is admitted it always has room.
+        request; in the window space also a chunk, or a quarter of the space where that is less (a chunk is
+        cut to the pages there are). When nobody is admitted it always has room.
         """
         alone = not self._prefilling and not self._decoding
         if not alone and self._still_blocked(head):
@@ -404,6 +405,7 @@ class Scheduler:
             return False
         first = geometry.first_visible(hit * geometry.page_size)
         window += self._window_demand(head) - sum(node.window_refs > 0 for node in path[first:])
+        window += min(geometry.pages(min(self.chunk_size, head.num_tokens)), geometry.window_pages // 4)
         return window <= store.window_available()
 
     def _outstanding(self, request: Request) -> tuple[int, int]:
@@ -414,7 +416,8 @@ class Scheduler:
         return max(0, full), max(0, self._window_demand(request) - window_held)
 
     def _window_demand(self, request: Request) -> int:
-        return self.geometry.window_pages_for(request.num_tokens, self.chunk_size)
+        """Window pages that the request holds between its steps."""
+        return self.geometry.window_pages_for(request.num_tokens, 1)
 
     def _secure_page(self, request: Request) -> bool:
         """Make one page available in every space, retracting requests that rank after ``request``."""
