@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 
 from interlock.kernels.base import ExpertRows, PackedExperts, PackedWeight
+from interlock.kernels.cpu.arena import WeightArena
 from interlock.kernels.cpu.library import native_library, raise_status
 
 _PANEL = 32
@@ -58,13 +59,14 @@ class CpuKernels:
     def __init__(self, *, threads: int) -> None:
         self.threads = threads
         self._native = native_library()
+        self._arena = WeightArena()
 
     def pack_linear(self, weight: torch.Tensor) -> PackedWeight:
         code = _type("weight", weight)
         if weight.ndim != 2:
             _bad("weight", weight, "[N, K]")
         n, k = weight.shape
-        panels = torch.empty(_padded(n) * k, dtype=weight.dtype)
+        panels = self._arena.empty(_padded(n) * k, weight.dtype)
         self._native.pack_linear(weight.data_ptr(), code, weight.stride(0), n, k, panels.data_ptr())
         return PackedWeight(n, k, weight.dtype, Panels((panels,), (panels.data_ptr(),)), panels.nbytes)
 
@@ -215,8 +217,8 @@ class CpuKernels:
         experts, h, i = down.shape
         gate_up_pointer = _dense("gate_up", gate_up, gate_up.dtype, (experts, 2 * i, h))
         down_pointer = _dense("down", down, gate_up.dtype, (experts, h, i))
-        packed_gate_up = torch.empty(experts * 2 * _padded(i) * h, dtype=gate_up.dtype)
-        packed_down = torch.empty(experts * _padded(h) * i, dtype=gate_up.dtype)
+        packed_gate_up = self._arena.empty(experts * 2 * _padded(i) * h, gate_up.dtype)
+        packed_down = self._arena.empty(experts * _padded(h) * i, gate_up.dtype)
         pointers = (packed_gate_up.data_ptr(), packed_down.data_ptr())
         self._native.pack_experts(gate_up_pointer, down_pointer, code, experts, h, i, *pointers)
         panels = Panels((packed_gate_up, packed_down), pointers)

@@ -148,9 +148,10 @@ void attend(const Problem& p, const Tile& t, int index, Visible&& visible) {
     common = {std::max(common.low, r.low), std::min(common.high, r.high)};
   }
   if (all.low >= all.high) return;
+  const Ahead nothing{reinterpret_cast<const char*>(t.values), 0};
   float* scores = t.scores + first * P;
   std::memset(scores, 0, sizeof(float) * size * P);
-  packed_tile_for<float>(size)(t.q + first * p.hd, t.keys, p.hd, scores);
+  packed_tile_for<float>(size)(t.q + first * p.hd, t.keys, p.hd, scores, nothing);
   for (int m = 0; m < size; ++m)
     if (seen[m].low < seen[m].high) soften(p, t, first + m, seen[m].low, seen[m].high);
   bool shared = common.low < common.high;
@@ -158,13 +159,13 @@ void attend(const Problem& p, const Tile& t, int index, Visible&& visible) {
     if (low >= high) return;
     for (int64_t panel = 0; panel * P < t.channels; ++panel)
       strided_tile_for(1)(scores + m * P + low, t.values + (panel * P + low) * P, high - low,
-                          t.out_panel(panel) + (first + m) * P);
+                          t.out_panel(panel) + (first + m) * P, nothing);
   };
   for (int m = 0; m < size; ++m) one_row(m, seen[m].low, shared ? common.low : seen[m].high);
   if (!shared) return;
   for (int64_t panel = 0; panel * P < t.channels; ++panel)
     strided_tile_for(size)(scores + common.low, t.values + (panel * P + common.low) * P, common.high - common.low,
-                           t.out_panel(panel) + first * P);
+                           t.out_panel(panel) + first * P, nothing);
   for (int m = 0; m < size; ++m) one_row(m, common.high, seen[m].high);
 }
 

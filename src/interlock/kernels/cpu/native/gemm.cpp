@@ -15,8 +15,8 @@ TileFunction packed_entry(int m, std::integer_sequence<int, M...>) {
 }
 
 template <int M>
-void strided_tile(const float* a, const void* panel, int64_t count, float* c) {
-  tile<float, M, 1, P>(a, static_cast<const float*>(panel), count, c);
+void strided_tile(const float* a, const void* panel, int64_t count, float* c, Ahead ahead) {
+  tile<float, M, 1, P>(a, static_cast<const float*>(panel), count, c, ahead);
 }
 
 template <int... M>

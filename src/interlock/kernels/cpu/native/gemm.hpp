@@ -14,7 +14,9 @@ namespace interlock {
 constexpr int P = 32;                     // columns of a panel
 constexpr int MR = VW == 16 ? 12 : 6;     // rows of the largest tile
 constexpr int BLOCK_ROWS = 96;            // rows that share one pass over a panel
-constexpr int BLOCK_K = 256;              // k range of a panel that stays in the cache for all tiles
+constexpr int BLOCK_K = 256;             // k range of a panel that stays in the cache for all tiles
+constexpr int TWO_TILES_K = 64;          // the same for two tiles, which need the memory as much as the arithmetic
+constexpr int FETCH_AHEAD = 512;         // bytes that a single tile fetches ahead of itself
 static_assert(BLOCK_ROWS % MR == 0, "a block is made of whole tiles");
 
 // Vectors of a panel row that a tile of M rows processes at once, within the register file.
@@ -47,9 +49,16 @@ constexpr int bf16_panel_index(int column) {
   return pair * 2 * VW + (rest % VW) * 2 + rest / VW;
 }
 
+// Memory to fetch while a tile is computed: `step` bytes from `at` for each k.
+struct Ahead {
+  const char* at;
+  int64_t step;
+};
+
 // c[m][0..P) += sum over k in [0, count) of a(k, m) * panel[k][0..P), where a(k, m) = a[k * AK + m * AM].
 template <class W, int M, int AK, int AM>
-inline void tile(const float* __restrict a, const W* __restrict panel, int64_t count, float* __restrict c) {
+inline void tile(const float* __restrict a, const W* __restrict panel, int64_t count, float* __restrict c,
+                 Ahead ahead) {
   constexpr int NV = vectors_at_once(M);
   for (int first = 0; first < P; first += NV * VW) {
     vf acc[M][NV];
@@ -59,8 +68,9 @@ inline void tile(const float* __restrict a, const W* __restrict panel, int64_t c
       for (int v = 0; v < NV; ++v) acc[m][v] = load(c + m * P + first + v * VW);
     const W* row = panel + first;
     const float* ak = a;
-    for (int64_t k = 0; k < count; ++k, row += P, ak += AK) {
-      if constexpr (M <= 8) __builtin_prefetch(reinterpret_cast<const char*>(row) + 2048, 0, 3);
+    for (int64_t k = 0; k < count; ++k, row += P, ak += AK, ahead.at += ahead.step) {
+      __builtin_prefetch(ahead.at);
+      if constexpr (sizeof(W) == sizeof(float)) __builtin_prefetch(ahead.at + ahead.step / 2);
       vf w[NV];
       load_panel<NV>(row, w);
 #pragma GCC unroll 16
@@ -77,11 +87,11 @@ inline void tile(const float* __restrict a, const W* __restrict panel, int64_t c
   }
 }
 
-using TileFunction = void (*)(const float*, const void*, int64_t, float*);
+using TileFunction = void (*)(const float*, const void*, int64_t, float*, Ahead);
 
 template <class W, int M>
-void packed_tile(const float* a, const void* panel, int64_t count, float* c) {
-  tile<W, M, M, 1>(a, static_cast<const W*>(panel), count, c);
+void packed_tile(const float* a, const void* panel, int64_t count, float* c, Ahead ahead) {
+  tile<W, M, M, 1>(a, static_cast<const W*>(panel), count, c, ahead);
 }
 
 // Tile of m rows packed as [K][m].
@@ -117,17 +127,23 @@ inline void pack_rows(const Tiles& tiles, int64_t width, Row&& row, float* packe
   }
 }
 
-// c [rows][P] = packed rows times one panel.
+// c [rows][P] = packed rows times one panel. While a k range is in the cache for all tiles, they fetch the next one;
+// a single tile fetches a little ahead of itself.
 template <class W>
 inline void multiply_panel(const Tiles& tiles, int64_t width, const float* packed, const W* panel, float* c) {
   std::memset(c, 0, sizeof(float) * P * tiles.rows);
-  int64_t step = tiles.count == 1 ? width : BLOCK_K;
+  constexpr int64_t row_bytes = P * sizeof(W);
+  int64_t step = tiles.count == 1 ? width : tiles.count == 2 ? TWO_TILES_K : BLOCK_K;
   for (int64_t k = 0; k < width; k += step) {
     int64_t count = width - k < step ? width - k : step;
+    const char* at = reinterpret_cast<const char*>(panel + k * P);
     for (int t = 0; t < tiles.count; ++t) {
       int size = tiles.size(t);
+      Ahead ahead = tiles.count == 1
+                        ? Ahead{at + FETCH_AHEAD, row_bytes}
+                        : Ahead{at + count * row_bytes + count * row_bytes * t / tiles.count, row_bytes / tiles.count};
       packed_tile_for<W>(size)(packed + tiles.begin(t) * width + k * size, panel + k * P, count,
-                               c + tiles.begin(t) * P);
+                               c + tiles.begin(t) * P, ahead);
     }
   }
 }
