@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from interlock.checkpoint.open import open_checkpoint
-from interlock.checkpoint.source import WeightSource
+from interlock.checkpoint.source import Progress, WeightSource, no_progress
 from interlock.engine.step import PageMap, Step
 from interlock.kernels.registry import get_kernels
 from interlock.kv.cache import KVCache, allocate
@@ -148,6 +148,7 @@ def build_model(
     *,
     groups: Groups | None = None,
     edit_card: Callable[[ModelCard], ModelCard] | None = None,
+    progress: Progress = no_progress,
     **overrides: Any,
 ) -> Harness:
     """Read the card, plan (``overrides`` replace items), build and load the model, allocate its cache.
@@ -168,7 +169,7 @@ def build_model(
         moe=build_moe_context(plan, groups, kernels, device),
     )
     model = load_symbol(model_families()[plan.model_family].model)(context)
-    source = open_checkpoint(plan)
+    source = open_checkpoint(plan, progress=progress)
     model.load(source)
     return Harness(plan, model, allocate(plan, device), source)
 

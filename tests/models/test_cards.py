@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from interlock.checkpoint.specs import count_parameters
 from interlock.errors import CheckpointError
 from interlock.models.card_reader import find_family, read_model_card
+from interlock.models.decoder_weights import decoder_specs
 from interlock.models.mimo_v2.card import read_card as read_mimo
 from interlock.models.qwen3_moe.card import read_card as read_qwen
 from interlock.plan.card import AttentionCard, ExpertsCard, ModelCard
@@ -399,3 +401,10 @@ def test_reading_a_card_does_not_import_torch(tmp_path: Path) -> None:
 def test_a_card_survives_serialisation() -> None:
     card = read_mimo(mimo_config())
     assert msgspec.json.decode(msgspec.json.encode(card), type=ModelCard) == card
+
+
+@pytest.mark.parametrize("config", [mimo_config(), native_config(), qwen_config(mlp_only_layers=[0, 7])])
+def test_parameters_are_the_sum_over_all_tensors(config: dict[str, Any]) -> None:
+    """The count multiplies layers of a kind; the specs name every tensor."""
+    card = find_family(config).read_card(config)
+    assert card.parameters == count_parameters(decoder_specs(card))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
-from interlock.checkpoint.specs import TensorSpec
-from interlock.plan.card import AttentionCard, ModelCard
+from interlock.checkpoint.specs import TensorSpec, count_parameters
+from interlock.plan.card import AttentionCard, LayerCard, ModelCard
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -18,20 +19,35 @@ def layer_prefix(layer: int) -> str:
 
 def decoder_specs(card: ModelCard) -> Iterator[TensorSpec]:
     """Every tensor of a pre-norm decoder with SwiGLU MLPs or routed experts."""
+    yield from outer_specs(card)
+    for index, layer in enumerate(card.layers):
+        yield from layer_specs(index, layer, card)
+
+
+def count_decoder_parameters(card: ModelCard) -> int:
+    """Number of weights; layers of the same kind are counted once and multiplied."""
+    layers = Counter(card.layers)
+    inner = sum(count_parameters(layer_specs(0, layer, card)) * count for layer, count in layers.items())
+    return count_parameters(outer_specs(card)) + inner
+
+
+def outer_specs(card: ModelCard) -> Iterator[TensorSpec]:
+    """Embedding, final norm and head."""
     vocab, hidden = card.vocab_size, card.hidden_size
     yield TensorSpec(EMBEDDING, (vocab, hidden), role="embedding")
     yield TensorSpec(FINAL_NORM, (hidden,), role="norm")
     yield TensorSpec(HEAD, (vocab, hidden), optional=card.tie_word_embeddings)
-    chunks = card_chunks(card)
-    for index, layer in enumerate(card.layers):
-        prefix = layer_prefix(index)
-        yield TensorSpec(prefix + "input_layernorm.weight", (hidden,), role="norm")
-        yield TensorSpec(prefix + "post_attention_layernorm.weight", (hidden,), role="norm")
-        yield from attention_specs(prefix + "self_attn.", layer.attention, card, chunks)
-        if layer.is_moe:
-            yield from experts_specs(prefix + "mlp.", card)
-        else:
-            yield from swiglu_specs(prefix + "mlp.", hidden, card.intermediate_size)
+
+
+def layer_specs(index: int, layer: LayerCard, card: ModelCard) -> Iterator[TensorSpec]:
+    prefix, hidden = layer_prefix(index), card.hidden_size
+    yield TensorSpec(prefix + "input_layernorm.weight", (hidden,), role="norm")
+    yield TensorSpec(prefix + "post_attention_layernorm.weight", (hidden,), role="norm")
+    yield from attention_specs(prefix + "self_attn.", layer.attention, card, card_chunks(card))
+    if layer.is_moe:
+        yield from experts_specs(prefix + "mlp.", card)
+    else:
+        yield from swiglu_specs(prefix + "mlp.", hidden, card.intermediate_size)
 
 
 def card_chunks(card: ModelCard) -> int:

@@ -12,10 +12,9 @@ from typing import Any
 
 import msgspec
 
-from interlock.checkpoint.specs import count_parameters
 from interlock.errors import CheckpointError
 from interlock.models.config_fields import ConfigFields, config_hash, fp8_block, rope_parameters
-from interlock.models.mimo_v2.weights import tensor_specs
+from interlock.models.decoder_weights import count_decoder_parameters
 from interlock.plan.card import AttentionCard, ExpertsCard, LayerCard, ModelCard
 
 REQUIRED = (
@@ -103,7 +102,7 @@ def read_card(config: Mapping[str, Any]) -> ModelCard:
         pad_token_id=fields.token_id("pad_token_id"),
         config_hash=config_hash(config),
     )
-    return msgspec.structs.replace(card, parameters=count_parameters(tensor_specs(card)))
+    return msgspec.structs.replace(card, parameters=count_decoder_parameters(card))
 
 
 def _refuse_unsupported(fields: ConfigFields) -> None:
