@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from interlock.engine.messages import AddRequest
-from tests.server.conftest import Post
+from tests.server.conftest import Post, Serve
 from tests.server.fake_engine import FakeEngine, Play, byte_ids
 from tests.server.sse import events, texts
+from tests.server.test_disconnect import wait_for
 from tests.server.test_requests import error_of
 
 
@@ -41,6 +44,26 @@ def test_fault_before_the_first_token_is_a_status(
     """G21: while no byte has been sent an error is an HTTP error, streamed or not."""
     engine.script("abc", error_at=0)
     assert error_of(either(stream=stream, n=n), 500)["code"] == "engine_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_aborted_by_the_engine(serve: Serve, stream: bool) -> None:
+    """J09: a request that the engine drops ends with "abort" and counts as aborted, not finished."""
+    engine, http = serve()
+    engine.script("abc", hold=True)
+    body = {"model": "tiny", "prompt": "Hi", "echo": True, "logprobs": 1, "stream": stream}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(http.post, "/v1/completions", json=body)
+        wait_for(lambda: bool(engine.live))
+        engine.aborted.extend(engine.live)
+        response = answer.result()
+    choices = [c for e in events(response) for c in e["choices"]] if stream else response.json()["choices"]
+    assert choices[-1]["finish_reason"] == "abort"
+    assert choices[0]["text"] == "Hi"
+    assert choices[0]["logprobs"]["token_logprobs"] == [None, None]
+    exposition = http.get("/metrics").text
+    assert 'interlock:requests_aborted_total{model_name="tiny"} 1.0' in exposition
+    assert "interlock:request_success_total{" not in exposition
 
 
 @pytest.mark.parametrize("stream", [False, True])

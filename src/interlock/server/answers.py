@@ -48,7 +48,11 @@ class Echo:
     offsets: tuple[int, ...]
 
     def entries(self, scored: tuple[TokenLogprob | None, ...]) -> list[tuple[int, TokenLogprob | None, int]]:
-        """Input of ``completion_logprobs`` for the prompt; ``scored`` as the engine sent it."""
+        """Input of ``completion_logprobs`` for the prompt; ``scored`` as the engine sent it.
+
+        A request that was aborted before its prompt was scored has no scores: all entries are None then.
+        """
+        scored = scored or (None,) * len(self.token_ids)
         return list(zip(self.token_ids, scored, self.offsets, strict=True))
 
 
