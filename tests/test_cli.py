@@ -211,7 +211,7 @@ def test_receipts_of_a_server_show_both_sides(
     assert "every receipt agrees" in capsys.readouterr().out
     receipts[1]["moe_layers"] = []
     assert run(["plan", "--receipts", url, "--api-key", "sesame"]) == 1
-    assert "--moe-a2a-backend: the plan says none" in capsys.readouterr().out
+    assert "--moe-a2a-backend: the plan says moe_a2a_backend = none" in capsys.readouterr().out
     assert run(["plan", "--receipts", url, "--api-key", "sesame", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["mismatches"]
 
@@ -225,7 +225,9 @@ def test_receipts_compare_with_a_local_plan(
     content |= {"digest": "x", "plan": served, "receipts": receipts}
     key = ["--receipts", url, "--api-key", "sesame", "--device", "cpu"]
     assert run(["plan", model, *key, "--page-size", "32"]) == 1
-    assert "--page-size: the plan says 32, but rank 0 observed 16" in capsys.readouterr().out
+    assert (
+        "--page-size: the plan says page_size = 32, but the server's plan has 16" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:1", "http://127.0.0.1:1", "file:///etc/passwd"])

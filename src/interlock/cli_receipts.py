@@ -10,11 +10,10 @@ import msgspec
 
 from interlock.errors import InterlockError
 from interlock.option_kinds import Secret
-from interlock.plan.launch_plan import LaunchPlan
+from interlock.plan.launch_plan import LaunchPlan, Source
 from interlock.plan.receipts import Mismatch, check, option_of
 
 TIMEOUT_SECONDS = 10.0
-NOT_COMPARED = frozenset({"provenance", "memory", "model_path", "model"})
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -28,7 +27,7 @@ def compare(url: str, key: Secret | None, local: LaunchPlan | None, *, as_json: 
     """Print both sides; returns 1 when any differs.
 
     Args:
-        local: a plan made here from options, which the server's must equal, or None.
+        local: a plan made here; what the user set in it is compared with the server's. Or None.
     """
     shown = fetch(url, key)
     receipts = {int(rank): items for rank, items in shown.receipts.items()}
@@ -58,11 +57,11 @@ def compare(url: str, key: Secret | None, local: LaunchPlan | None, *, as_json: 
 
 
 def differences(local: LaunchPlan, served: LaunchPlan) -> Iterator[Mismatch]:
-    """Items of the server's plan that the options given here would set otherwise."""
-    for item in LaunchPlan.__struct_fields__:
+    """What the user asked for here and the server's plan has otherwise."""
+    for item, provenance in local.provenance.items():
         ours, theirs = getattr(local, item), getattr(served, item)
-        if item not in NOT_COMPARED and ours != theirs:
-            yield Mismatch(item, option_of(item), 0, None, ours, theirs)
+        if provenance.source is Source.USER and ours != theirs:
+            yield Mismatch(item, option_of(item), 0, None, ours, theirs, observer="the server's plan")
 
 
 def fetch(url: str, key: Secret | None) -> Shown:

@@ -55,6 +55,7 @@ class Mismatch:
     Attributes:
         option: flag that sets the item, or the item's name where a rule set it.
         observed: None where the receipt is missing.
+        observer: who observed it, where that is not a rank.
     """
 
     item: str
@@ -63,14 +64,14 @@ class Mismatch:
     layer: int | None
     expected: object
     observed: object
+    observer: str = ""
 
     def __str__(self) -> str:
-        where = f"rank {self.rank}" + ("" if self.layer is None else f", layer {self.layer}")
+        where = self.observer or f"rank {self.rank}" + ("" if self.layer is None else f", layer {self.layer}")
+        planned = f"{self.option}: the plan says {self.item} = {self.expected}"
         if self.observed is None:
-            return (
-                f"{self.option}: the plan says {self.expected}, and {where} shows no receipt for {self.item}"
-            )
-        return f"{self.option}: the plan says {self.expected}, but {where} observed {self.observed}"
+            return f"{planned}, and {where} shows no receipt for it"
+        return f"{planned}, but {where} {'has' if self.observer else 'observed'} {self.observed}"
 
 
 def _at_most(expected: object, observed: object) -> bool:
@@ -110,9 +111,7 @@ def _nowhere(reason: str) -> Rule:
 
 _RANK: Final = Rule(Where.RANK)
 _LEADER: Final = Rule(Where.LEADER)
-_HTTP: Final = (
-    "acts in the HTTP front end, which shows it in /v1/models, at its address, or by asking for a key"
-)
+_HTTP: Final = "acts in the HTTP front end only, where every client sees it"
 
 RULES: Final[Mapping[str, Rule]] = {
     "model": _nowhere("a name for people; model_path is what is loaded"),
