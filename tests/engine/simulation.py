@@ -76,6 +76,13 @@ def sim_plan(windows: Sequence[int | None] = (None,), **overrides: Any) -> Launc
     return make_plan(make_card(windows), **(fields | overrides))
 
 
+LONG = {"ignore_eos": True}
+
+
+def prompt_of(length: int, salt: int = 0) -> list[int]:
+    return [(i * i + 3 * i + salt) % (VOCAB - 1) for i in range(length)]
+
+
 def next_token(history: Sequence[int] | np.ndarray) -> int:
     return zlib.crc32(np.asarray(history, dtype=np.int32).tobytes()) % VOCAB
 
@@ -117,8 +124,18 @@ class FakeModel:
         self._write(self.windowed, arrays.window_slots, arrays, self._published("window"))
         for index, request in enumerate(owners):
             self._check_sequence(arrays, index, request)
-        tokens = np.array([next_token(request.tokens) for request in batch.requests], dtype=np.int64)
-        return SampledTokens(token_ids=tokens, prompt_logprobs=self._scores(batch, arrays))
+        tokens = [
+            self._next(arrays, owners, *pair) for pair in zip(arrays.sample_rows, batch.requests, strict=True)
+        ]
+        return SampledTokens(
+            token_ids=np.array(tokens, dtype=np.int64), prompt_logprobs=self._scores(batch, arrays)
+        )
+
+    def _next(self, arrays: StepArrays, owners: list[Request], row: int, request: Request) -> int:
+        """What a model would say at this row of the step: it knows the tokens up to the row's position."""
+        sequence = int(np.searchsorted(arrays.query_start, row, side="right")) - 1
+        assert owners[sequence] is request
+        return next_token(request.tokens[: int(arrays.positions[row]) + 1])
 
     def _published(self, space: str) -> set[int]:
         tree = self.scheduler.store.tree
