@@ -2,8 +2,8 @@
 
     python benchmarks/kernels_cpu.py [--threads 2] [--seconds 0.5] [--only linear,experts,attention,calls]
 
-Every line is the best of many repetitions, since others may use the machine. Weights of the one-row cases cycle
-through more memory than the caches hold, as they do in a decode step.
+Every line is the best of many repetitions, since others may use the machine. Weights of the streaming cases
+cycle through more memory than the caches hold, as they do in a decode step.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def attention(kernels: CpuKernels, dtype: torch.dtype, seconds: float) -> None:
             duration = best(seconds, lambda q=q, a=arguments: kernels.paged_attention(q, **a))
             pairs = sequences * (queries * (keys - queries) + queries * (queries + 1) // 2)
             print(
-                f"attention {str(dtype)[6:]:9} {nh}/{kvh} heads {hd}/{vd}, {sequences:2} x {queries:3} queries, "
+                f"attention {str(dtype)[6:]:9} {nh}/{kvh} heads {hd}/{vd}, "
+                f"{sequences:2} x {queries:3} queries, "
                 f"{keys:4} keys: {duration * 1e6:9.1f} us, "
                 f"{2 * pairs * nh * (hd + vd) / duration / 1e9:6.1f} GFLOP/s, "
                 f"cache {(k_cache.nbytes + v_cache.nbytes) / duration / 1e9:5.1f} GB/s"

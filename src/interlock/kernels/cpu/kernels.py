@@ -46,8 +46,10 @@ def _dense(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int
     return tensor.data_ptr()
 
 
-def _padded(size: int) -> int:
-    return -(-size // _PANEL) * _PANEL
+def _panel_elements(n: int, k: int, dtype: torch.dtype) -> int:
+    """Elements of [n, k] packed in panels: n in whole panels, k in whole 32-bit lanes (see gemm.hpp)."""
+    in_lane = 4 // dtype.itemsize
+    return -(-n // _PANEL) * _PANEL * (-(-k // in_lane) * in_lane)
 
 
 class CpuKernels:
@@ -66,7 +68,7 @@ class CpuKernels:
         if weight.ndim != 2:
             _bad("weight", weight, "[N, K]")
         n, k = weight.shape
-        panels = self._arena.empty(_padded(n) * k, weight.dtype)
+        panels = self._arena.empty(_panel_elements(n, k, weight.dtype), weight.dtype)
         self._native.pack_linear(weight.data_ptr(), code, weight.stride(0), n, k, panels.data_ptr())
         return PackedWeight(n, k, weight.dtype, Panels((panels,), (panels.data_ptr(),)), panels.nbytes)
 
@@ -217,8 +219,8 @@ class CpuKernels:
         experts, h, i = down.shape
         gate_up_pointer = _dense("gate_up", gate_up, gate_up.dtype, (experts, 2 * i, h))
         down_pointer = _dense("down", down, gate_up.dtype, (experts, h, i))
-        packed_gate_up = self._arena.empty(experts * 2 * _padded(i) * h, gate_up.dtype)
-        packed_down = self._arena.empty(experts * _padded(h) * i, gate_up.dtype)
+        packed_gate_up = self._arena.empty(experts * 2 * _panel_elements(i, h, gate_up.dtype), gate_up.dtype)
+        packed_down = self._arena.empty(experts * _panel_elements(h, i, gate_up.dtype), gate_up.dtype)
         pointers = (packed_gate_up.data_ptr(), packed_down.data_ptr())
         self._native.pack_experts(gate_up_pointer, down_pointer, code, experts, h, i, *pointers)
         panels = Panels((packed_gate_up, packed_down), pointers)

@@ -151,7 +151,7 @@ void attend(const Problem& p, const Tile& t, int index, Visible&& visible) {
   const Ahead nothing{reinterpret_cast<const char*>(t.values), 0};
   float* scores = t.scores + first * P;
   std::memset(scores, 0, sizeof(float) * size * P);
-  packed_tile_for<float>(size)(t.q + first * p.hd, t.keys, p.hd, scores, nothing);
+  packed_tile_for<Float32>(size)(t.q + first * p.hd, t.keys, p.hd, scores, nothing);
   for (int m = 0; m < size; ++m)
     if (seen[m].low < seen[m].high) soften(p, t, first + m, seen[m].low, seen[m].high);
   bool shared = common.low < common.high;
@@ -177,7 +177,7 @@ void attend_tile(const Problem& p, int64_t sequence, int64_t head, int64_t begin
   auto row_of = [&](int r) {
     return static_cast<const X*>(p.q) + (begin + r / group) * p.q_token + (head * group + r % group) * p.q_head;
   };
-  pack_rows<X>(t.rows, p.hd, row_of, t.q);
+  pack_rows<Float32, X>(t.rows, p.hd, row_of, t.q);
   std::memset(t.out, 0, sizeof(float) * rows * t.channels);
   for (int64_t r = 0; r < rows; ++r) {
     t.top[r] = p.sinks ? p.sinks[head * group + r % group] : -std::numeric_limits<float>::infinity();

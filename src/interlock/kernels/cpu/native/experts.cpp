@@ -15,7 +15,7 @@ namespace {
 
 struct Block {
   int64_t expert, first, rows;
-  int64_t activation;  // offset of its packed activations, in floats
+  int64_t activation;  // offset of its packed activations, in lanes
 };
 
 constexpr int64_t ACTIVATION_FLOATS = int64_t(1) << 24;  // activations held at once (64 MiB)
@@ -44,10 +44,11 @@ void for_share(const std::vector<Block>& blocks, int64_t units, int thread, int 
 
 template <class X, class W, class O>
 struct Mlp {
+  using Kind = KindOf<X, W>;
   const X* x;
   int64_t x_stride;
-  const W* gate_up;  // [E][panels of i][gate, up][h][P]
-  const W* down;     // [E][panels of h][i][P]
+  const float* gate_up;  // [E][panels of i][gate, up][panel over h]
+  const float* down;     // [E][panels of h][panel over i]
   int64_t h, i;
   const int64_t* source;
   const int64_t* target;
@@ -61,22 +62,21 @@ struct Mlp {
     float* gate = scratch(0, 2 * BLOCK_ROWS * P);
     float* up = gate + BLOCK_ROWS * P;
     auto row = [&](int r) { return x + source[block.first + r] * x_stride; };
-    const float* packed = packed_operand<X>(tiles, h, row, scratch(1, BLOCK_ROWS * h));
-    const W* weights = gate_up + block.expert * panels_of(i) * 2 * h * P;
+    const float* packed = packed_operand<Kind, X>(tiles, h, row, scratch(1, BLOCK_ROWS * operand_lanes<Kind>(h)));
+    const int64_t step = panel_lanes<W>(h);
+    const float* weights = gate_up + block.expert * panels_of(i) * 2 * step;
     for (int64_t panel = begin; panel < end; ++panel) {
-      multiply_panel(tiles, h, packed, weights + panel * 2 * h * P, gate);
-      multiply_panel(tiles, h, packed, weights + (panel * 2 + 1) * h * P, up);
-      int64_t columns = std::min<int64_t>(P, i - panel * P);
+      multiply_panel<Kind>(tiles, h, packed, weights + panel * 2 * step, gate);
+      multiply_panel<Kind>(tiles, h, packed, weights + (panel * 2 + 1) * step, up);
+      int64_t columns = std::min<int64_t>(P, panel_rows<Kind>(i) * Kind::DEPTH - panel * P);
       for (int t = 0; t < tiles.count; ++t) {
         int size = tiles.size(t);
-        float* to = activations + block.activation + tiles.begin(t) * i + panel * P * size;
+        float* to = activations + block.activation + tiles.begin(t) * operand_lanes<Kind>(i);
         for (int m = 0; m < size; ++m) {
           int64_t r = tiles.begin(t) + m;
           for (int64_t j = 0; j < columns; j += VW) {
-            float lanes[VW];
-            store(lanes, rounded_to(vsilu(load(gate + r * P + j)) * load(up + r * P + j), X{}));
-            int64_t count = std::min<int64_t>(VW, columns - j);
-            for (int64_t lane = 0; lane < count; ++lane) to[(j + lane) * size + m] = lanes[lane];
+            vf value = rounded_to(vsilu(load(gate + r * P + j)) * load(up + r * P + j), X{});
+            put_operand<Kind>(to, size, m, panel * P + j, value, std::min<int64_t>(VW, columns - j));
           }
         }
       }
@@ -86,9 +86,10 @@ struct Mlp {
   void project(const Block& block, int64_t begin, int64_t end, const float* activations) const {
     Tiles tiles(block.rows);
     float* c = scratch(0, 2 * BLOCK_ROWS * P);
-    const W* weights = down + block.expert * panels_of(h) * i * P;
+    const int64_t step = panel_lanes<W>(i);
+    const float* weights = down + block.expert * panels_of(h) * step;
     for (int64_t panel = begin; panel < end; ++panel) {
-      multiply_panel(tiles, i, activations + block.activation, weights + panel * i * P, c);
+      multiply_panel<Kind>(tiles, i, activations + block.activation, weights + panel * step, c);
       int64_t columns = std::min<int64_t>(P, h - panel * P);
       for (int64_t r = 0; r < block.rows; ++r) {
         O* to = out + target[block.first + r] * out_stride + panel * P;
@@ -99,7 +100,7 @@ struct Mlp {
   }
 
   void run(const std::vector<Block>& blocks, int64_t rows) const {
-    float* activations = scratch(2, rows * i);
+    float* activations = scratch(2, rows * operand_lanes<Kind>(i));
     int useful = static_cast<int>(std::min<int64_t>(threads, 1 + rows * h * i / 16384));
     parallel(useful, [&](int thread, int count) {
       for_share(blocks, panels_of(i), thread, count, [&](const Block& block, int64_t begin, int64_t end) {
@@ -118,17 +119,18 @@ template <class M>
 void run_in_groups(const M& mlp, int64_t experts, const int64_t* offsets) {
   std::vector<Block> blocks;
   int64_t rows = 0;
+  const int64_t lanes = operand_lanes<typename M::Kind>(mlp.i);
   for (int64_t expert = 0; expert < experts; ++expert) {
     int64_t count = offsets[expert + 1] - offsets[expert];
     int64_t parts = (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
     for (int64_t part = 0; part < parts; ++part) {
       int64_t begin = count * part / parts, end = count * (part + 1) / parts;
-      if (rows > 0 && (rows + end - begin) * mlp.i > ACTIVATION_FLOATS) {
+      if (rows > 0 && (rows + end - begin) * lanes > ACTIVATION_FLOATS) {
         mlp.run(blocks, rows);
         blocks.clear();
         rows = 0;
       }
-      blocks.push_back({expert, offsets[expert] + begin, end - begin, rows * mlp.i});
+      blocks.push_back({expert, offsets[expert] + begin, end - begin, rows * lanes});
       rows += end - begin;
     }
   }
@@ -148,13 +150,14 @@ int check_rows(int64_t experts, const int64_t* offsets, int64_t listed, const in
 }
 
 template <class W>
-void pack_expert_weights(const W* gate_up, const W* down, int64_t experts, int64_t h, int64_t i, W* packed_gate_up,
-                         W* packed_down) {
+void pack_expert_weights(const W* gate_up, const W* down, int64_t experts, int64_t h, int64_t i, float* packed_gate_up,
+                         float* packed_down) {
+  const int64_t over_h = panel_lanes<W>(h), over_i = panel_lanes<W>(i);
   for (int64_t e = 0; e < experts; ++e) {
-    W* to = packed_gate_up + e * panels_of(i) * 2 * h * P;
-    pack_panels(gate_up + e * 2 * i * h, h, i, h, to, 2 * h * P);
-    pack_panels(gate_up + e * 2 * i * h + i * h, h, i, h, to + h * P, 2 * h * P);
-    pack_panels(down + e * h * i, i, h, i, packed_down + e * panels_of(h) * i * P, i * P);
+    float* to = packed_gate_up + e * panels_of(i) * 2 * over_h;
+    pack_panels(gate_up + e * 2 * i * h, h, i, h, to, 2 * over_h);
+    pack_panels(gate_up + e * 2 * i * h + i * h, h, i, h, to + over_h, 2 * over_h);
+    pack_panels(down + e * h * i, i, h, i, packed_down + e * panels_of(h) * over_i, over_i);
   }
 }
 
@@ -168,7 +171,7 @@ extern "C" int interlock_pack_experts(const void* gate_up, const void* down, int
   return with_type(type, [&](auto w) {
     using W = decltype(w);
     pack_expert_weights(static_cast<const W*>(gate_up), static_cast<const W*>(down), experts, h, i,
-                        static_cast<W*>(packed_gate_up), static_cast<W*>(packed_down));
+                        static_cast<float*>(packed_gate_up), static_cast<float*>(packed_down));
     return OK;
   });
 }
@@ -186,8 +189,8 @@ extern "C" int interlock_expert_mlp(const void* x, int64_t x_rows, int64_t x_str
         using X = decltype(xt);
         using W = decltype(wt);
         using O = decltype(ot);
-        Mlp<X, W, O> mlp{static_cast<const X*>(x), x_stride, static_cast<const W*>(gate_up),
-                         static_cast<const W*>(down), h, i, source, target, weight, static_cast<O*>(out), out_stride,
+        Mlp<X, W, O> mlp{static_cast<const X*>(x), x_stride, static_cast<const float*>(gate_up),
+                         static_cast<const float*>(down), h, i, source, target, weight, static_cast<O*>(out), out_stride,
                          threads};
         run_in_groups(mlp, experts, offsets);
         return OK;

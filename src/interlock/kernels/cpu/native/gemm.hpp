@@ -1,20 +1,26 @@
 // Matrix product with weights packed in column panels.
 //
-// A weight [N, K] is stored as [ceil(N / P)][K][P], zero padded. Rows of the other operand are packed into tiles
-// of M <= MR rows, [K][M]. Every element of the result is one chain of fused multiply-adds over ascending k in
-// float32, whatever the tile, the thread or the slice of N it is computed in, so its bits depend on nothing else.
+// A weight [N, K] is stored as [ceil(N / P)][rows][P] lanes of 32 bits, zero padded. A row holds one k of float32, or
+// two neighbouring k of bfloat16 in the low and high half of each lane. Rows of the other operand are packed into tiles
+// of M <= MR rows. Every element of the result is one chain over ascending k, accumulated in float32, whatever the
+// tile, the thread or the slice of N it is computed in, so its bits depend on nothing else.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "vector.hpp"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace interlock {
 
 constexpr int P = 32;                     // columns of a panel
 constexpr int MR = VW == 16 ? 12 : 6;     // rows of the largest tile
 constexpr int BLOCK_ROWS = 96;            // rows that share one pass over a panel
-constexpr int BLOCK_K = 256;             // k range of a panel that stays in the cache for all tiles
+constexpr int BLOCK_K = 256;             // rows of a panel that stays in the cache for all tiles
 constexpr int TWO_TILES_K = 64;          // the same for two tiles, which need the memory as much as the arithmetic
 constexpr int FETCH_AHEAD = 512;         // bytes that a single tile fetches ahead of itself
 static_assert(BLOCK_ROWS % MR == 0, "a block is made of whole tiles");
@@ -26,38 +32,82 @@ constexpr int vectors_at_once(int m) {
   return nv;
 }
 
-template <int NV>
-inline void load_panel(const float* row, vf (&w)[NV]) {
-#pragma GCC unroll 8
-  for (int v = 0; v < NV; ++v) w[v] = load(row + v * VW);
-}
+// How one panel row is multiplied. DEPTH: k in a row. LANES: 32-bit lanes of the other operand that meet a row.
+// `a(j)` gives lane j of the operand of one result row; `acc` is NV vectors of that result row.
 
-// A bfloat16 panel row holds column c and column c + VW in the low and high half of one 32-bit lane.
-template <int NV>
-inline void load_panel(const bf16* row, vf (&w)[NV]) {
+// Float32 weights: one fused multiply-add.
+struct Float32 {
+  static constexpr int DEPTH = 1, LANES = 1;
+  template <int NV, class A>
+  static inline void multiply(vf (&acc)[NV], A&& a, const vf (&row)[NV]) {
+    vf x = splat(a(0));
 #pragma GCC unroll 8
-  for (int v = 0; v < NV; v += 2) {
-    vu pair;
-    std::memcpy(&pair, row + v * VW, sizeof(pair));
-    w[v] = bit_cast<vf>(pair << 16);
-    w[v + 1] = bit_cast<vf>(pair & 0xffff0000u);
+    for (int v = 0; v < NV; ++v) acc[v] += x * row[v];
   }
+};
+
+// Bfloat16 weights widened to float32: two fused multiply-adds in order of k.
+struct Widened {
+  static constexpr int DEPTH = 2, LANES = 2;
+  template <int NV, class A>
+  static inline void multiply(vf (&acc)[NV], A&& a, const vf (&row)[NV]) {
+    vf first = splat(a(0)), second = splat(a(1));
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) {
+      vu pair = bit_cast<vu>(row[v]);
+      acc[v] += first * bit_cast<vf>(pair << 16);
+      acc[v] += second * bit_cast<vf>(pair & 0xffff0000u);
+    }
+  }
+};
+
+#ifdef __AVX512BF16__
+// Bfloat16 pairs on both sides: the CPU's own dot product of pairs, twice as fast (it flushes subnormals to zero).
+struct Paired {
+  static constexpr int DEPTH = 2, LANES = 1;
+  template <int NV, class A>
+  static inline void multiply(vf (&acc)[NV], A&& a, const vf (&row)[NV]) {
+    vf x = splat(a(0));
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v)
+      acc[v] = bit_cast<vf>(
+          _mm512_dpbf16_ps(bit_cast<__m512>(acc[v]), bit_cast<__m512bh>(x), bit_cast<__m512bh>(row[v])));
+  }
+};
+#else
+using Paired = Widened;
+#endif
+
+template <class X, class W>
+using KindOf = std::conditional_t<std::is_same_v<W, float>, Float32,
+                                  std::conditional_t<std::is_same_v<X, bf16>, Paired, Widened>>;
+
+template <class Kind>
+constexpr int64_t panel_rows(int64_t width) {
+  return (width + Kind::DEPTH - 1) / Kind::DEPTH;
 }
 
-constexpr int bf16_panel_index(int column) {
-  int pair = column / (2 * VW), rest = column % (2 * VW);
-  return pair * 2 * VW + (rest % VW) * 2 + rest / VW;
+// Lanes that a packed operand row of `width` elements takes.
+template <class Kind>
+constexpr int64_t operand_lanes(int64_t width) {
+  return panel_rows<Kind>(width) * Kind::LANES;
 }
 
-// Memory to fetch while a tile is computed: `step` bytes from `at` for each k.
+// Lanes of one panel of weights, which are the same for every kind of operand.
+template <class W>
+constexpr int64_t panel_lanes(int64_t width) {
+  return panel_rows<KindOf<float, W>>(width) * P;
+}
+
+// Memory to fetch while a tile is computed: `step` bytes from `at` for each row.
 struct Ahead {
   const char* at;
   int64_t step;
 };
 
-// c[m][0..P) += sum over k in [0, count) of a(k, m) * panel[k][0..P), where a(k, m) = a[k * AK + m * AM].
-template <class W, int M, int AK, int AM>
-inline void tile(const float* __restrict a, const W* __restrict panel, int64_t count, float* __restrict c,
+// c[m][0..P) += sum over `rows` panel rows of operand times row; lane j of result row m is a[r * AR + j * AJ + m * AM].
+template <class Kind, int M, int AR, int AJ, int AM>
+inline void tile(const float* __restrict a, const float* __restrict panel, int64_t rows, float* __restrict c,
                  Ahead ahead) {
   constexpr int NV = vectors_at_once(M);
   for (int first = 0; first < P; first += NV * VW) {
@@ -66,19 +116,15 @@ inline void tile(const float* __restrict a, const W* __restrict panel, int64_t c
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 8
       for (int v = 0; v < NV; ++v) acc[m][v] = load(c + m * P + first + v * VW);
-    const W* row = panel + first;
-    const float* ak = a;
-    for (int64_t k = 0; k < count; ++k, row += P, ak += AK, ahead.at += ahead.step) {
+    const float *from = panel + first, *operand = a;
+    for (int64_t r = 0; r < rows; ++r, from += P, operand += AR, ahead.at += ahead.step) {
       __builtin_prefetch(ahead.at);
-      if constexpr (sizeof(W) == sizeof(float)) __builtin_prefetch(ahead.at + ahead.step / 2);
-      vf w[NV];
-      load_panel<NV>(row, w);
-#pragma GCC unroll 16
-      for (int m = 0; m < M; ++m) {
-        vf s = splat(ak[m * AM]);
+      __builtin_prefetch(ahead.at + ahead.step / 2);
+      vf row[NV];
 #pragma GCC unroll 8
-        for (int v = 0; v < NV; ++v) acc[m][v] += s * w[v];
-      }
+      for (int v = 0; v < NV; ++v) row[v] = load(from + v * VW);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) Kind::multiply(acc[m], [&](int j) { return operand[j * AJ + m * AM]; }, row);
     }
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
@@ -87,15 +133,10 @@ inline void tile(const float* __restrict a, const W* __restrict panel, int64_t c
   }
 }
 
-using TileFunction = void (*)(const float*, const void*, int64_t, float*, Ahead);
+using TileFunction = void (*)(const float*, const float*, int64_t, float*, Ahead);
 
-template <class W, int M>
-void packed_tile(const float* a, const void* panel, int64_t count, float* c, Ahead ahead) {
-  tile<W, M, M, 1>(a, static_cast<const W*>(panel), count, c, ahead);
-}
-
-// Tile of m rows packed as [K][m].
-template <class W>
+// Tile of m rows packed as [panel rows][LANES][m].
+template <class Kind>
 TileFunction packed_tile_for(int m);
 
 // Tile of m rows of stride P, against a float32 panel (probabilities times values).
@@ -109,19 +150,36 @@ struct Tiles {
   int size(int t) const { return begin(t + 1) - begin(t); }
 };
 
-// Pack rows into tiles: packed[begin(t) * width + k * size(t) + m]. `row(r)` gives a pointer to row r.
-template <class X, class Row>
+// Write the elements k .. k + count - 1 of row m into a packed tile of `size` rows; count is VW or ends the row.
+template <class Kind>
+inline void put_operand(float* tile, int size, int m, int64_t k, vf values, int64_t count) {
+  float lanes[VW];
+  if constexpr (Kind::DEPTH == Kind::LANES) {
+    store(lanes, values);
+    for (int64_t j = 0; j < count; ++j) tile[(k + j) * size + m] = lanes[j];
+  } else {
+    store(lanes, bit_cast<vf>(round_bits(values)));
+    char* pairs = reinterpret_cast<char*>(tile);
+    for (int64_t j = 0; j < count; ++j)
+      std::memcpy(pairs + (((k + j) / 2 * size + m) * 2 + (k + j) % 2) * 2, lanes + j, 2);
+  }
+}
+
+// Pack rows into tiles of [panel rows][LANES][tile size], zero beyond the width. `row(r)` is a pointer to row r.
+template <class Kind, class X, class Row>
 inline void pack_rows(const Tiles& tiles, int64_t width, Row&& row, float* packed) {
+  int64_t padded = panel_rows<Kind>(width) * Kind::DEPTH, lanes = operand_lanes<Kind>(width);
   for (int t = 0; t < tiles.count; ++t) {
     int size = tiles.size(t);
-    float* to = packed + tiles.begin(t) * width;
+    float* to = packed + tiles.begin(t) * lanes;
     for (int m = 0; m < size; ++m) {
       const X* from = row(tiles.begin(t) + m);
-      for (int64_t k = 0; k < width; k += VW) {
-        float lanes[VW];
-        int count = width - k < VW ? static_cast<int>(width - k) : VW;
-        store(lanes, load_up_to(from + k, width - k));
-        for (int j = 0; j < count; ++j) to[(k + j) * size + m] = lanes[j];
+      if constexpr (Kind::DEPTH != Kind::LANES && sizeof(X) == 2) {
+        for (int64_t r = 0; r < width / 2; ++r) std::memcpy(to + r * size + m, from + 2 * r, 4);
+        if (width % 2) put_operand<Kind>(to, size, m, width - 1, load_some(from + width - 1, 1), 2);
+      } else {
+        for (int64_t k = 0; k < padded; k += VW)
+          put_operand<Kind>(to, size, m, k, load_up_to(from + k, width - k), padded - k < VW ? padded - k : VW);
       }
     }
   }
@@ -129,36 +187,37 @@ inline void pack_rows(const Tiles& tiles, int64_t width, Row&& row, float* packe
 
 // c [rows][P] = packed rows times one panel. While a k range is in the cache for all tiles, they fetch the next one;
 // a single tile fetches a little ahead of itself.
-template <class W>
-inline void multiply_panel(const Tiles& tiles, int64_t width, const float* packed, const W* panel, float* c) {
+template <class Kind>
+inline void multiply_panel(const Tiles& tiles, int64_t width, const float* packed, const float* panel, float* c) {
   std::memset(c, 0, sizeof(float) * P * tiles.rows);
-  constexpr int64_t row_bytes = P * sizeof(W);
-  int64_t step = tiles.count == 1 ? width : tiles.count == 2 ? TWO_TILES_K : BLOCK_K;
-  for (int64_t k = 0; k < width; k += step) {
-    int64_t count = width - k < step ? width - k : step;
-    const char* at = reinterpret_cast<const char*>(panel + k * P);
+  constexpr int64_t row_bytes = P * sizeof(float);
+  const int64_t rows = panel_rows<Kind>(width);
+  const int64_t step = tiles.count == 1 ? rows : tiles.count == 2 ? TWO_TILES_K : BLOCK_K;
+  for (int64_t r = 0; r < rows; r += step) {
+    int64_t count = rows - r < step ? rows - r : step;
+    const char* at = reinterpret_cast<const char*>(panel + r * P);
     for (int t = 0; t < tiles.count; ++t) {
       int size = tiles.size(t);
       Ahead ahead = tiles.count == 1
                         ? Ahead{at + FETCH_AHEAD, row_bytes}
                         : Ahead{at + count * row_bytes + count * row_bytes * t / tiles.count, row_bytes / tiles.count};
-      packed_tile_for<W>(size)(packed + tiles.begin(t) * width + k * size, panel + k * P, count,
-                               c + tiles.begin(t) * P, ahead);
+      packed_tile_for<Kind>(size)(packed + (tiles.begin(t) * rows + r * size) * Kind::LANES, panel + r * P, count,
+                                  c + tiles.begin(t) * P, ahead);
     }
   }
 }
 
-// The rows of a block as a packed operand: a single float32 row is used in place.
-template <class X, class Row>
+// The rows of a block as a packed operand: a single row that already has that form is used in place.
+template <class Kind, class X, class Row>
 inline const float* packed_operand(const Tiles& tiles, int64_t width, Row&& row, float* buffer) {
-  if constexpr (sizeof(X) == sizeof(float))
-    if (tiles.rows == 1) return row(0);
-  pack_rows<X>(tiles, width, row, buffer);
+  if constexpr (sizeof(X) * Kind::DEPTH == sizeof(float) * Kind::LANES)
+    if (tiles.rows == 1 && width % Kind::DEPTH == 0) return reinterpret_cast<const float*>(row(0));
+  pack_rows<Kind, X>(tiles, width, row, buffer);
   return buffer;
 }
 
-// Pack rows of a matrix [rows, width] into panels of P rows each, [panel][width][P].
+// Pack rows of a matrix [rows, width] into panels of P rows each; `panel_step` lanes from panel to panel.
 template <class W>
-void pack_panels(const W* weight, int64_t row_stride, int64_t rows, int64_t width, W* panels, int64_t panel_step);
+void pack_panels(const W* weight, int64_t row_stride, int64_t rows, int64_t width, float* panels, int64_t panel_step);
 
 }  // namespace interlock
