@@ -169,6 +169,19 @@ def test_unreadable_values_are_refused(name: str, text: str, words: str) -> None
         Options.of(**{name: text})
 
 
+def test_a_broken_plugin_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from interlock.moe.a2a import registry
+    from interlock.moe.a2a.base import A2ABackend
+    from interlock.plugins import Catalogue
+
+    broken = Catalogue[A2ABackend](
+        kind="a2a backend", entries=registry.a2a_backends().entries, broken={"fast": "importing fast raised"}
+    )
+    monkeypatch.setattr(registry, "a2a_backends", lambda: broken)
+    with pytest.raises(Refusal, match="installed but broken: importing fast raised"):
+        Options.of(moe_a2a_backend="fast")
+
+
 def test_precedence_is_flag_file_environment(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("tp-size: 4\nport: 2\nprefix_cache: off\n")

@@ -71,6 +71,7 @@ class Option:
         default: ``AUTO``, a value, or None where "not given" is meaningful (no API key).
         items: plan items that the option sets.
         minimum: smallest value of an INTEGER, NUMBER or BYTES option.
+        broken: computes choices that are installed but cannot be used, with the reason.
         peers: spellings of the same thing in other engines, for suggestions only.
         engine: False for options that only the HTTP front end uses.
     """
@@ -82,6 +83,7 @@ class Option:
     items: tuple[str, ...]
     help: str
     choices: Choices | None = None
+    broken: Callable[[], Mapping[str, str]] | None = None
     minimum: float | None = None
     peers: tuple[str, ...] = ()
     engine: bool = True
@@ -187,6 +189,9 @@ def _read_switch(option: Option, text: str, spelled: str) -> bool:
 
 def _read_choice(option: Option, text: str, spelled: str) -> str:
     allowed = option.allowed()
+    reason = option.broken().get(text) if option.broken else None
+    if text not in allowed and reason:
+        raise Refusal(option=spelled, given=text, rule=f"is installed but broken: {reason}")
     if text not in allowed:
         raise Refusal(
             option=spelled,

@@ -26,6 +26,18 @@ def _a2a_names() -> tuple[str, ...]:
     return tuple(sorted(a2a_backends().entries))
 
 
+def _broken_a2a() -> Mapping[str, str]:
+    from interlock.moe.a2a.registry import a2a_backends
+
+    return a2a_backends().broken
+
+
+def _broken_runners() -> Mapping[str, str]:
+    from interlock.moe.experts.registry import expert_runners
+
+    return expert_runners().broken
+
+
 def _runner_names() -> tuple[str, ...]:
     from interlock.moe.experts.registry import expert_runners
 
@@ -120,12 +132,12 @@ _DEFINITIONS: Final = (
         help="seconds after which a silent rank ends the server", peers=("dist-timeout", "watchdog-timeout"),
     ),
     Option(
-        "moe_a2a_backend", Kind.CHOICE, "none", EXPERTS, items=("moe_a2a_backend",), choices=_a2a_names,
+        "moe_a2a_backend", Kind.CHOICE, "none", EXPERTS, items=("moe_a2a_backend",), choices=_a2a_names, broken=_broken_a2a,
         help="how tokens reach the ranks that hold their experts", peers=("all2all-backend", "a2a-backend"),
     ),
     Option(
         "moe_runner_backend", Kind.CHOICE, AUTO, EXPERTS, items=("moe_runner_backend",),
-        choices=_runner_names, help="what computes the experts", peers=("moe-backend",),
+        choices=_runner_names, broken=_broken_runners, help="what computes the experts", peers=("moe-backend",),
     ),
     Option(
         "moe_prefill_capacity", Kind.INTEGER, AUTO, EXPERTS, items=("moe_prefill_capacity",), minimum=1,
