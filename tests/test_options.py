@@ -174,7 +174,7 @@ def test_a_broken_plugin_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPa
     from interlock.moe.a2a.base import A2ABackend
     from interlock.plugins import Catalogue
 
-    broken = Catalogue[A2ABackend](
+    broken: Catalogue[A2ABackend] = Catalogue(
         kind="a2a backend", entries=registry.a2a_backends().entries, broken={"fast": "importing fast raised"}
     )
     monkeypatch.setattr(registry, "a2a_backends", lambda: broken)

@@ -132,12 +132,14 @@ _DEFINITIONS: Final = (
         help="seconds after which a silent rank ends the server", peers=("dist-timeout", "watchdog-timeout"),
     ),
     Option(
-        "moe_a2a_backend", Kind.CHOICE, "none", EXPERTS, items=("moe_a2a_backend",), choices=_a2a_names, broken=_broken_a2a,
+        "moe_a2a_backend", Kind.CHOICE, "none", EXPERTS, items=("moe_a2a_backend",),
+        choices=_a2a_names, broken=_broken_a2a,
         help="how tokens reach the ranks that hold their experts", peers=("all2all-backend", "a2a-backend"),
     ),
     Option(
         "moe_runner_backend", Kind.CHOICE, AUTO, EXPERTS, items=("moe_runner_backend",),
-        choices=_runner_names, broken=_broken_runners, help="what computes the experts", peers=("moe-backend",),
+        choices=_runner_names, broken=_broken_runners,
+        help="what computes the experts", peers=("moe-backend",),
     ),
     Option(
         "moe_prefill_capacity", Kind.INTEGER, AUTO, EXPERTS, items=("moe_prefill_capacity",), minimum=1,
