@@ -57,6 +57,9 @@ def _bad_params(params: SamplingParams, vocab_size: int) -> str | None:
     for token, bias in params.logit_bias.items():
         if not 0 <= token < vocab_size or not math.isfinite(bias):
             return f"logit_bias has {token}: {bias}; ids are 0 to {vocab_size - 1} and values finite"
+    for token in params.forced_token_ids:
+        if not 0 <= token < vocab_size:
+            return f"forced_token_ids has {token}; ids are 0 to {vocab_size - 1}"
     for wanted in (params.logprobs, params.prompt_logprobs):
         if wanted is not None and not 0 <= wanted <= vocab_size:
             return f"{wanted} alternatives were asked for; 0 to {vocab_size} can be given"

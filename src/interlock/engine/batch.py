@@ -36,6 +36,7 @@ class StepArrays:
         prompt_rows: int64 [q], rows whose logits are wanted for prompt logprobs (all ranks of a replica
             compute these logits, in the sub-batches of ``prompt_row_blocks``).
         live_tokens: tokens that are not padding.
+        inspection: JSON of a ``StepInspection`` for a step that ``verify`` looks into, else "".
     """
 
     phase: Phase
@@ -50,6 +51,7 @@ class StepArrays:
     sample_rows: Int64s
     prompt_rows: Int64s
     live_tokens: int
+    inspection: str = ""
 
     def padded(self, tokens: int) -> StepArrays:
         """The same step with padding tokens (id 0, position 0, slot -1) appended up to ``tokens``."""

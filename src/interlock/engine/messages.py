@@ -19,6 +19,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         top_k: 0 keeps the whole vocabulary.
         logprobs: None gives none; an integer gives the chosen token's and that many top alternatives.
         prompt_logprobs: the same for the prompt's tokens (the first has none).
+        forced_token_ids: the first generated tokens, whatever the logits say (log-probabilities still are the
+            model's). For comparing engines on the same text; the HTTP API does not offer it.
     """
 
     max_tokens: int = 16
@@ -40,6 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    forced_token_ids: tuple[int, ...] = ()
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -50,13 +53,31 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
+class Inspection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What ``verify`` asks of a request beyond its answer. The HTTP API does not offer it.
+
+    Attributes:
+        chunk_limit: most tokens of the request in one prefill step; 0 leaves it to the scheduler.
+        trace: folder into which every rank writes what its layers computed; "" for no trace.
+        routes: file with the expert ids that ranks take in place of their routers' choice; "" for none.
+        first, last: only positions ``first : last`` are traced.
+    """
+
+    chunk_limit: int = 0
+    trace: str = ""
+    routes: str = ""
+    first: int = 0
+    last: int = 1 << 40
+
+
+class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add", omit_defaults=True):
     """Generate from ``token_ids``. ``sampling.n`` is 1 here: the front end expands n > 1."""
 
     request_id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
+    inspection: Inspection | None = None
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -89,6 +110,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         stop_token_id: the token that ended the request, when a token did.
         error: message for "error".
         queue_seconds: sent once, with the first delta: from arrival at the scheduler to first admission.
+        chunk_ends: sent once, with the first delta of an inspected request: where its prefill steps ended.
     """
 
     request_id: str
@@ -101,6 +123,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     cached_tokens: int = 0
     error: str | None = None
     queue_seconds: float | None = None
+    chunk_ends: tuple[int, ...] = ()
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -10,6 +10,7 @@ from interlock.checkpoint.open import open_checkpoint
 from interlock.checkpoint.source import WeightSource
 from interlock.engine.batch import StepArrays, prompt_row_blocks, to_step
 from interlock.engine.receipts import observe_runner
+from interlock.engine.recorder import recorded
 from interlock.engine.step import Step
 from interlock.engine.warm_up import warm_up_steps
 from interlock.kernels.registry import get_kernels
@@ -61,7 +62,11 @@ class ModelRunner:
 
     def forward(self, arrays: StepArrays) -> torch.Tensor:
         """Hidden states [n, h] of one step, after the final norm."""
-        return self._forward(to_step(arrays, self.device))
+        step = to_step(arrays, self.device)
+        if arrays.inspection:
+            with recorded(self.model, self.groups, step, arrays.inspection):
+                return self._forward(step)
+        return self._forward(step)
 
     def follow(self, arrays: StepArrays) -> None:
         """Take part in a step whose tokens the replica's leader samples: its forward and all its logits."""

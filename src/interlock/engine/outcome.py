@@ -27,7 +27,8 @@ def delta(
     """A delta of ``request``; the first one carries prompt logprobs (when complete) and time queued."""
     scores: tuple[TokenLogprob | None, ...] = ()
     queued = None
-    if not request.told:
+    first = not request.told
+    if first:
         request.told = True
         queued = request.queue_seconds
         if request.prompt_logprobs is not None and len(request.prompt_logprobs) == request.prompt_len:
@@ -43,6 +44,7 @@ def delta(
         cached_tokens=request.cached_tokens or 0,
         error=error,
         queue_seconds=queued,
+        chunk_ends=tuple(request.chunk_ends) if first else (),
     )
 
 

@@ -1,4 +1,4 @@
-"""Changes to the logits of single rows before temperature: penalties, bias, forbidden end tokens."""
+"""Changes to the logits of single rows before temperature: penalties, bias, forbidden and forced tokens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from interlock.engine.token_counts import TokenCounts
 
 
 def adjust_row(row: torch.Tensor, request: Request) -> None:
-    """Change the float32 logits [V] of one request in place: penalties, then bias, then ``min_tokens``.
+    """Change the float32 logits [V] of one request in place: penalties, then bias, then ``min_tokens``;
+    a forced token overrules them all.
 
     As OpenAI and vLLM define them: the repetition penalty divides positive logits (multiplies negative
     ones) of tokens in prompt or output; frequency and presence penalties count the output only.
     """
     params = request.params
+    if request.num_generated < len(params.forced_token_ids):
+        row.fill_(-torch.inf)
+        row[params.forced_token_ids[request.num_generated]] = 0.0
+        return
     if params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty:
         _penalise(row, request)
     if params.logit_bias:

@@ -39,6 +39,7 @@ class Request:
         prompt_logprobs: entries for prompt positions scored so far (entry 0 is None); None when not wanted.
         token_counts: what penalties need to know, kept by the sampler.
         told: whether a delta has been sent, so that prompt logprobs are sent once.
+        inspection: what ``verify`` asked for, None for everybody else; chunk_ends: what it was told.
         arrived: when it came, by the monotonic clock; queue_seconds: from then to its first admission.
     """
 
@@ -47,7 +48,9 @@ class Request:
         "_tokens",
         "arrived",
         "cached_tokens",
+        "chunk_ends",
         "id",
+        "inspection",
         "params",
         "path",
         "prompt_len",
@@ -78,6 +81,8 @@ class Request:
             None if params.prompt_logprobs is None else [None]
         )
         self.told = False
+        self.inspection = message.inspection
+        self.chunk_ends: list[int] = []
         self.arrived = time.monotonic()
         self.queue_seconds: float | None = None
         self.token_counts: TokenCounts | None = None

@@ -23,6 +23,7 @@ import numpy as np
 from interlock.engine.admission import refusal
 from interlock.engine.assemble import decode_batch, prefill_batch
 from interlock.engine.batch import Batch, Chunk, Int64s, SamplingRows, idle_arrays
+from interlock.engine.inspection import inspected
 from interlock.engine.messages import AddRequest, SchedulerStats, TokenDelta
 from interlock.engine.outcome import Outcome, StopRules, delta
 from interlock.engine.request import Request, State
@@ -113,6 +114,7 @@ class Scheduler:
         self._departing: list[Request] = []
         self._last_phase: Phase | None = None
         self._blocked: tuple[Request, int, int] | None = None
+        self._inspected: set[Request] = set()
         self._arrivals = 0
         self._steps = 0
         self._count = _Counters()
@@ -148,6 +150,8 @@ class Scheduler:
         )
         self._arrivals += 1
         self._requests[request.id] = request
+        if request.inspection is not None:
+            self._inspected.add(request)
         self._waiting.push(request)
         return []
 
@@ -157,6 +161,7 @@ class Scheduler:
         request = self._requests.pop(request_id, None)
         if request is None:
             return []
+        self._inspected.discard(request)
         self._count.aborts += 1
         if request.state is State.WAITING:
             self._waiting.forget(request)
@@ -256,6 +261,8 @@ class Scheduler:
     def _launch(self, phase: Phase) -> Batch | None:
         batch = self._schedule_prefill() if phase is Phase.PREFILL else self._schedule_decode()
         if batch is not None:
+            if self._inspected:
+                batch = inspected(batch)
             self._in_flight = batch
             self._last_phase = phase
             if phase is Phase.PREFILL:
@@ -329,6 +336,8 @@ class Scheduler:
         table, slot, size = self.table, request.slot, self.geometry.page_size
         start, total = int(table.computed[slot]), int(table.length[slot])
         most = min(total, start + budget)
+        if request.inspection is not None and request.inspection.chunk_limit:
+            most = min(most, start + request.inspection.chunk_limit)
         held = int(table.pages[slot])
         end = min(most, (held + self.store.available()) * size)
         if end <= start:
@@ -490,6 +499,8 @@ class Scheduler:
             if request.state is State.FINISHED:
                 continue
             self.table.computed[request.slot] = chunk.end
+            if request.inspection is not None:
+                request.chunk_ends.append(chunk.end)
             self.pages.publish(request)
             self.pages.drop_behind_window(request)
             if not chunk.finishes:
@@ -521,4 +532,5 @@ class Scheduler:
     def _finish(self, request: Request, *, spoilt: bool = False) -> None:
         self._leave(request, spoilt=spoilt)
         request.state = State.FINISHED
+        self._inspected.discard(request)
         del self._requests[request.id]

@@ -24,7 +24,7 @@ class SlotTable:
         first_window: int64 [rows], first page that is still held in the window space.
         full, window: int32 [rows, pages], page id by page index, -1 where none is held; None for a space
             that the model does not have.
-        adjusts: the logits are changed by penalties or a bias.
+        adjusts: the logits are changed by penalties, a bias or a forced token.
         logprobs: alternatives wanted, -1 for no logprobs.
     """
 
@@ -89,6 +89,7 @@ class SlotTable:
         self.seed[row] = seed
         self.adjusts[row] = bool(
             params.logit_bias
+            or params.forced_token_ids
             or params.presence_penalty
             or params.frequency_penalty
             or params.repetition_penalty != 1.0

@@ -19,6 +19,7 @@ from interlock.engine.step import Step
 from interlock.kv.cache import KVCache, LayerCache
 from interlock.models import decoder_weights as names
 from interlock.moe.layer import MoELayer
+from interlock.moe.observer import LayerObserver
 from interlock.nn.attention import Attention
 from interlock.nn.context import ModelContext
 from interlock.nn.embedding import Embedding, Head
@@ -30,10 +31,16 @@ from interlock.plan.card import LayerCard
 
 
 class DecoderLayer:
-    """Attention and MLP (dense or experts) of one layer, each after its norm."""
+    """Attention and MLP (dense or experts) of one layer, each after its norm.
+
+    Attributes:
+        observer: told what the layer computes; None except in a step that is inspected.
+    """
 
     def __init__(self, index: int, card: LayerCard, context: ModelContext, tables: RopeTables) -> None:
         model = context.plan.card
+        self.index = index
+        self.observer: LayerObserver | None = None
         self._prefix, self._dtype = names.layer_prefix(index), context.dtype
         self._input_norm = RMSNorm(context, model.norm_eps)
         self.attention = Attention(
@@ -72,11 +79,19 @@ class DecoderLayer:
         else:
             hidden, residual = self._input_norm.add(x, residual)
         attended = self.attention(hidden, step, cache)
+        if self.observer is not None:
+            self.observer.computed(self.index, "attention", attended)
         hidden, residual = self._post_norm.add(attended, residual)
+        output = self._transformed(hidden, step)
+        if self.observer is not None:
+            self.observer.computed(self.index, "mlp", output)
+        return output, residual
+
+    def _transformed(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         if self.experts is not None:
-            return self.experts.forward(hidden, step), residual
+            return self.experts.forward(hidden, step)
         assert self._mlp is not None
-        return self._mlp(hidden), residual
+        return self._mlp(hidden)
 
 
 def load_experts(layer: MoELayer, source: WeightSource, prefix: str, dtype: torch.dtype) -> None:
@@ -139,6 +154,13 @@ class Decoder:
             "lm_head.weight, which is used"
         )
         return weight
+
+    def observe(self, observer: LayerObserver | None) -> None:
+        """Tell ``observer`` what every layer computes from now on; None stops it."""
+        for layer in self.layers:
+            layer.observer = observer
+            if layer.experts is not None:
+                layer.experts.observer = observer
 
     def observed(self) -> dict[str, object]:
         """Receipts of the network: plan item -> what its layers were built with."""

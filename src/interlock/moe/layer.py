@@ -16,6 +16,7 @@ from interlock.errors import CheckpointError
 from interlock.kernels.base import Kernels
 from interlock.moe.a2a.base import Dispatcher
 from interlock.moe.experts.base import ExpertRunner, Runner, RunnerSpec
+from interlock.moe.observer import LayerObserver
 from interlock.moe.placement import place
 from interlock.moe.routing import Router
 from interlock.moe.terms import Layout, Phase
@@ -75,11 +76,13 @@ class MoELayer:
 
     Attributes:
         local_experts: global ids of the experts held here; load exactly these.
+        observer: told the routes, which it may replace; None except in a step that is inspected.
     """
 
     def __init__(self, card: ExpertsCard, hidden_size: int, layer_index: int, context: MoEContext) -> None:
         self.card = card
         self.layer_index = layer_index
+        self.observer: LayerObserver | None = None
         self.local_experts = context.experts[context.rank]
         self._context = context
         self._width = place(card.intermediate_size, context.slices)[context.slice_rank]
@@ -143,9 +146,14 @@ class MoELayer:
             return self._exchange(hidden, step.live_tokens, step.phase)
         return self._exchange_share(hidden, step)
 
-    def _exchange(self, hidden: torch.Tensor, live_tokens: int, phase: Phase) -> torch.Tensor:
+    def _exchange(
+        self, hidden: torch.Tensor, live_tokens: int, phase: Phase, first_row: int = 0
+    ) -> torch.Tensor:
+        """hidden are rows ``first_row : first_row + n`` of the step."""
         dispatcher = self._context.dispatcher
         routes = self._router.route(hidden, live_tokens)
+        if self.observer is not None:
+            routes = self.observer.routed(self.layer_index, first_row, hidden, self._router, routes)
         dispatched = dispatcher.dispatch(hidden, routes.ids, routes.weights, phase)
         self._dispatches[phase] += 1
         try:
@@ -165,7 +173,7 @@ class MoELayer:
         first = min(group.rank * share, tokens)
         own = hidden[first : first + share]
         live = max(0, min(step.live_tokens - first, own.shape[0]))
-        combined = self._exchange(own, live, step.phase)
+        combined = self._exchange(own, live, step.phase, first)
         if tokens == 0:
             return combined
         if combined.shape[0] < share:

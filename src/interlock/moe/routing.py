@@ -132,12 +132,25 @@ class Router:
     def loaded(self) -> bool:
         return self._weight is not None
 
-    def route(self, hidden: torch.Tensor, live_tokens: int) -> Routes:
-        """hidden [n, h]; tokens at and beyond ``live_tokens`` are padding and get ids -1, weights 0."""
+    def scores(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [n, h] -> float32 [n, E] each: scores, which become weights, and what the choice goes by."""
+        scores = _scores(self._logits(hidden), self.card.scoring)
+        return scores, scores if self.bias is None else scores + self.bias
+
+    def weigh(self, hidden: torch.Tensor, ids: torch.Tensor) -> Routes:
+        """Routes with the given ids int64 [n, k] (-1 unused), weighted by this router's own scores."""
+        unused = ids < 0
+        weights = self.scores(hidden)[0].gather(1, ids.masked_fill(unused, 0)).masked_fill(unused, 0.0)
+        return Routes(ids=ids, weights=scaled_weights(weights, self.card))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._weight is None:
             raise RuntimeError("route was called before load")
-        logits = self._kernels.linear(hidden, self._weight, out_dtype=torch.float32)
-        routes = choose_experts(logits, self.bias, self.card)
+        return self._kernels.linear(hidden, self._weight, out_dtype=torch.float32)
+
+    def route(self, hidden: torch.Tensor, live_tokens: int) -> Routes:
+        """hidden [n, h]; tokens at and beyond ``live_tokens`` are padding and get ids -1, weights 0."""
+        routes = choose_experts(self._logits(hidden), self.bias, self.card)
         if live_tokens < hidden.shape[0]:
             routes.ids[live_tokens:] = -1
             routes.weights[live_tokens:] = 0.0
