@@ -101,16 +101,18 @@ class Checkpoint:
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
         stored = self._index.tensors[name]
-        if len(stored.shape) == 1:
-            return self._read_vector(stored, rows, dtype)
         runs = [range(stored.shape[0])] if rows is None else rows
+        if columns is None and TORCH_DTYPES[stored.dtype] is dtype:
+            return self._read_runs(stored, runs)
+        if len(stored.shape) == 1:
+            return self._read_runs(stored, runs).to(dtype)
         width = slice(None) if columns is None else slice(columns.start, columns.stop)
         out_columns = stored.shape[1] if columns is None else len(columns)
         out = torch.empty(sum(map(len, runs)), out_columns, dtype=dtype)
         scale = self._read_scale(stored)
         done = 0
         for band in bands(runs, stored.shape[1]):
-            values = self._read_rows(stored, band)
+            values = self._read_runs(stored, [band])
             if scale is not None:
                 grid_rows = self._scale_rows(stored, band)
                 values = dequantise(values, scale[grid_rows], self._card.weight_block[1])
@@ -118,17 +120,11 @@ class Checkpoint:
             done += len(band)
         return out
 
-    def _read_vector(
-        self, stored: StoredTensor, rows: Sequence[range] | None, dtype: torch.dtype
-    ) -> torch.Tensor:
-        runs = [range(stored.shape[0])] if rows is None else rows
-        return torch.cat([self._read_rows(stored, run) for run in runs]).to(dtype)
-
     def _read_scale(self, stored: StoredTensor) -> torch.Tensor | None:
         if stored.dtype != "F8_E4M3":
             return None
         scale = self._index.tensors[stored.name + SCALE_SUFFIX]
-        values = self._read_rows(scale, range(scale.shape[0])).to(torch.float32)
+        values = self._read_runs(scale, [range(scale.shape[0])]).to(torch.float32)
         if not bool(torch.isfinite(values).all()):
             raise CheckpointError(f"{scale.path}: scale {scale.name!r} holds values that are not finite")
         return values
@@ -142,21 +138,29 @@ class Checkpoint:
             chunks=chunks or 1,
         )
 
-    def _read_rows(self, stored: StoredTensor, rows: range) -> torch.Tensor:
-        """Rows as stored, in one read."""
+    def _read_runs(self, stored: StoredTensor, runs: Sequence[range]) -> torch.Tensor:
+        """Rows as stored, one read for each run, without a copy."""
+        count = sum(map(len, runs))
+        raw = torch.empty(count * stored.row_bytes, dtype=torch.uint8)
+        view = raw.numpy().data
+        done = 0
+        for run in runs:
+            self._fill(view[done : done + len(run) * stored.row_bytes], stored, run.start)
+            done += len(run) * stored.row_bytes
+        return raw.view(TORCH_DTYPES[stored.dtype]).view(count, *stored.shape[1:])
+
+    def _fill(self, view: memoryview, stored: StoredTensor, first_row: int) -> None:
+        """Read ``len(view)`` bytes from the start of a row on."""
         file = self._files.get(stored.path)
         if file is None:
             file = self._files.setdefault(stored.path, stored.path.open("rb", buffering=0))
-        raw = torch.empty(len(rows) * stored.row_bytes, dtype=torch.uint8)
-        view = raw.numpy().data
-        file.seek(stored.offset + rows.start * stored.row_bytes)
+        file.seek(stored.offset + first_row * stored.row_bytes)
         filled = 0
         while filled < len(view):
             count = file.readinto(view[filled:])
             if not count:
                 raise CheckpointError(f"{stored.path}: ended while {stored.name!r} was read; did it change?")
             filled += count
-        return raw.view(TORCH_DTYPES[stored.dtype]).view(len(rows), *stored.shape[1:])
 
 
 def bands(runs: Sequence[range], columns: int) -> list[range]:
