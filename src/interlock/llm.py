@@ -15,7 +15,8 @@ from interlock.errors import RequestError
 from interlock.launch import plan_launch
 from interlock.options import Options
 from interlock.plan.launch_plan import LaunchPlan
-from interlock.tokenizer import load_tokenizer
+from interlock.server.text_output import Piece, TextOutput
+from interlock.tokenizer import Detokenizer, load_tokenizer
 
 T = TypeVar("T")
 
@@ -69,17 +70,15 @@ class LLM:
     ) -> list[Completion]:
         """Answer all prompts together; texts or token ids, one ``Completion`` each, in order.
 
-        ``sampling.n`` must be 1 and ``sampling.stop`` empty: stop strings belong to the HTTP API.
+        ``sampling.n`` must be 1: repeat a prompt to get several answers.
 
         Raises:
             RequestError: a prompt cannot be served.
             EngineDeadError: the engine died.
         """
         sampling = sampling or SamplingParams()
-        if sampling.n != 1 or sampling.stop:
-            raise RequestError(
-                "LLM.generate takes n = 1 and no stop strings; repeat prompts, or use stop_token_ids"
-            )
+        if sampling.n != 1:
+            raise RequestError("LLM.generate takes n = 1; repeat a prompt to get several answers")
         batch = [prompts] if isinstance(prompts, str) else list(prompts)
         requests = [
             AddRequest(
@@ -113,23 +112,25 @@ class LLM:
         return list(await asyncio.gather(*(self._complete(request) for request in requests)))
 
     async def _complete(self, request: AddRequest) -> Completion:
+        sampling = request.sampling
+        output = TextOutput(sampling, Detokenizer(self.tokenizer, sampling.skip_special_tokens))
         tokens: list[int] = []
-        logprobs: list[TokenLogprob] = []
-        prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        pieces: list[Piece] = []
         async for delta in self.engine.stream(request):
+            if delta.finish_reason == "error":
+                raise RequestError(delta.error or "the engine refused the request")
             tokens += delta.token_ids
-            logprobs += delta.logprobs
-            prompt_logprobs = delta.prompt_logprobs or prompt_logprobs
-        if delta.finish_reason == "error":
-            raise RequestError(delta.error or "the engine refused the request")
+            pieces.append(output.push(delta))
+            if output.finish_reason is not None:
+                break
         return Completion(
-            token_ids=tuple(tokens),
-            text=self.tokenizer.decode(tokens, skip_special_tokens=request.sampling.skip_special_tokens),
-            finish_reason=delta.finish_reason or "",
-            logprobs=tuple(logprobs),
-            prompt_logprobs=prompt_logprobs,
-            prompt_tokens=delta.prompt_tokens,
-            cached_tokens=delta.cached_tokens,
+            token_ids=tuple(tokens[: output.completion_tokens]),
+            text="".join(piece.text for piece in pieces),
+            finish_reason=output.finish_reason or "",
+            logprobs=tuple(token.logprob for piece in pieces for token in piece.tokens),
+            prompt_logprobs=output.prompt_logprobs,
+            prompt_tokens=output.prompt_tokens,
+            cached_tokens=output.cached_tokens,
         )
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -6,15 +6,17 @@ import asyncio
 import json
 import logging
 import signal
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-
-import uvicorn
 
 from interlock.engine.client import Engine
 from interlock.engine.rank_processes import RankProcesses
 from interlock.errors import EngineDeadError
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.server.app import create_app
+from interlock.server.serve import listen, make_server
 from interlock.server.settings import ServerSettings
 from interlock.tokenizer import load_tokenizer
 
@@ -36,29 +38,22 @@ def local_ranks(plan: LaunchPlan) -> range:
 
 
 async def _serve(plan: LaunchPlan, api_key: str | None) -> int:
-    engine = await Engine.start(plan, rendezvous=plan.dist_init or None, local_ranks=local_ranks(plan))
-    try:
-        return await _answer(engine, plan, api_key)
-    finally:
-        await engine.close()
+    listener = listen(plan.host, plan.port)
+    with closing(listener), _cancelled_by_sigterm():
+        engine = await Engine.start(plan, rendezvous=plan.dist_init or None, local_ranks=local_ranks(plan))
+        try:
+            return await _answer(engine, plan, api_key, listener)
+        finally:
+            await engine.close()
 
 
-async def _answer(engine: Engine, plan: LaunchPlan, api_key: str | None) -> int:
+async def _answer(engine: Engine, plan: LaunchPlan, api_key: str | None, listener: socket.socket) -> int:
     settings = ServerSettings.from_plan(plan, api_key=api_key, generation_config=_generation_config(plan))
     app = create_app(engine, load_tokenizer(plan.model_path), settings)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            host=plan.host,
-            port=plan.port,
-            log_level=plan.log_level,
-            access_log=plan.log_level == "debug",
-            loop="uvloop",
-            http="httptools",
-            timeout_graceful_shutdown=DRAIN_SECONDS,
-        )
-    )
-    answering = asyncio.create_task(server.serve())
+    server = make_server(app, log_level=plan.log_level, drain_seconds=DRAIN_SECONDS)
+    host, port = listener.getsockname()[:2]
+    logger.info("ready: http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    answering = asyncio.create_task(server.serve(sockets=[listener]))
     dying = asyncio.create_task(engine.wait_dead())
     await asyncio.wait({answering, dying}, return_when=asyncio.FIRST_COMPLETED)
     if not dying.done():
@@ -67,6 +62,21 @@ async def _answer(engine: Engine, plan: LaunchPlan, api_key: str | None) -> int:
     server.should_exit = server.force_exit = True
     await answering
     raise EngineDeadError(dying.result())
+
+
+@contextmanager
+def _cancelled_by_sigterm() -> Iterator[None]:
+    """SIGTERM cancels the current task, so that a start that is under way cleans up after itself."""
+    task = asyncio.current_task()
+    assert task is not None, "runs inside a task"
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def _generation_config(plan: LaunchPlan) -> dict[str, object]:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -35,19 +36,17 @@ def make(folder: Path, **options: object) -> LaunchPlan:
     return plan_launch(str(folder), Options.of(**{**BASE, "stall_timeout": 4, **options}))
 
 
-def leftovers() -> set[str]:
-    """Shared memory and socket directories that exist now."""
-    shared = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
-    return shared | {str(path) for path in Path("/tmp").glob("interlock-*")}
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    before = leftovers()
-    yield
+def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No orphan process, no shared memory, no socket directory."""
+    shared = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory(prefix="il-") as scratch:
+        monkeypatch.setattr(tempfile, "tempdir", scratch)
+        yield
+        assert not os.listdir(scratch)
     left = {p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
     assert not left, f"orphans: {left}"
-    assert leftovers() <= before
+    assert set(os.listdir("/dev/shm")) <= shared
 
 
 async def consume(engine: Engine) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -36,12 +37,14 @@ from interlock.engine.messages import (
 )
 from interlock.engine.rank_processes import RankProcesses
 from interlock.engine.supervisor import Pulse, Verdict
-from interlock.errors import EngineDeadError, StartupError
+from interlock.errors import EngineDeadError, RequestError, StartupError
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.plan.receipts import check
 
 WATCH_SECONDS = 0.1
 EVIDENCE_SECONDS = 0.5
+CAUSE_SECONDS = 4.0
+PEER_SILENCE_SECONDS = 2.5
 
 
 class Engine:
@@ -107,24 +110,34 @@ class Engine:
             raise
         return engine
 
+    def _send_soon(self, replica: int, message: ToEngine) -> None:
+        """Send without waiting: sockets have no limit, so the message is queued at once."""
+        self._inputs[replica].send(self._encoder.encode(message), zmq.NOBLOCK)
+
     async def stream(self, request: AddRequest) -> AsyncIterator[TokenDelta]:
         if self._failure is not None:
             raise EngineDeadError(self._failure)
+        if request.request_id in self._queues:
+            raise RequestError(f"a request with the id {request.request_id!r} is still running")
         queue: asyncio.Queue[TokenDelta | EngineDeadError] = asyncio.Queue()
         replica = min(range(len(self._load)), key=self._load.__getitem__)
         self._queues[request.request_id] = queue
         self._replica_of[request.request_id] = replica
         self._load[replica] += 1
+        is_finished = False
         try:
             await self._submit(replica, request)
             while True:
                 item = await queue.get()
                 if isinstance(item, EngineDeadError):
                     raise item
+                is_finished = item.finish_reason is not None
                 yield item
-                if item.finish_reason is not None:
+                if is_finished:
                     return
         finally:
+            if self._failure is None and not is_finished:
+                self._send_soon(replica, AbortRequest(request_id=request.request_id))
             self._forget(request.request_id)
 
     async def abort(self, request_id: str) -> None:
@@ -213,10 +226,23 @@ class Engine:
             self._verdict.exits = self._ranks.exits()
             self._verdict.stalls = self._pulse.stalled()
             if self._verdict.has_evidence and not self._closing:
-                await asyncio.sleep(EVIDENCE_SECONDS)
-                self._verdict.exits = self._ranks.exits()
+                await self._await_cause()
                 await self._die(self._verdict.first_error())
                 return
+
+    async def _await_cause(self) -> None:
+        """Give the rank that failed first a moment to be known, when only its peers have spoken.
+
+        A peer's error says that a rank did not answer in time, so shorter silences count now.
+        """
+        await asyncio.sleep(EVIDENCE_SECONDS)
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while True:
+            self._verdict.exits = self._ranks.exits()
+            if self._verdict.has_cause or time.monotonic() > deadline:
+                return
+            self._verdict.stalls = self._pulse.silent(PEER_SILENCE_SECONDS)
+            await asyncio.sleep(WATCH_SECONDS)
 
     async def _die(self, reason: str) -> None:
         self._failure = reason

@@ -36,6 +36,16 @@ class Verdict:
     def has_evidence(self) -> bool:
         return bool(self.failures or self.exits or self.stalls)
 
+    @property
+    def has_cause(self) -> bool:
+        """Whether something is known that is more than the consequence of another rank's end."""
+        reported = {failure.rank for failure in self.failures}
+        return bool(
+            self.stalls
+            or any(not failure.is_consequence for failure in self.failures)
+            or any(exit.rank not in reported for exit in self.exits)
+        )
+
     def first_error(self) -> str:
         """One line a cause, the first cause on top; consequences of another rank's end come last."""
         reported = {failure.rank for failure in self.failures}
@@ -64,18 +74,20 @@ class Pulse:
         self._seen[beat.rank] = time.monotonic()
         self._last[beat.rank] = beat
 
+    def silent(self, limit: float) -> list[str]:
+        """One line for each rank whose last sign of life is more than ``limit`` seconds old."""
+        now = time.monotonic()
+        return [
+            f"rank {rank} has been silent for {now - seen:.0f} s (limit {limit:.0f} s)"
+            for rank, seen in self._seen.items()
+            if rank in self._last and now - seen > limit
+        ]
+
     def stalled(self) -> list[str]:
         """One line for each stalled rank: silent, or busy with one thing for too long.
 
         Ranks that merely wait for others are named only when no rank is the reason for the wait.
         """
-        now = time.monotonic()
-        limit = max(self._timeout, SILENCE_SECONDS)
-        silent = [
-            f"rank {rank} has been silent for {now - seen:.0f} s (limit {limit:.0f} s)"
-            for rank, seen in self._seen.items()
-            if rank in self._last and now - seen > limit
-        ]
         busy = [b for b in self._last.values() if self._is_stuck(b)]
         computing = [b for b in busy if b.activity != "waiting for ranks"]
         stuck = [
@@ -83,7 +95,7 @@ class Pulse:
             f"without progress (limit {self._timeout:.0f} s)"
             for b in computing or busy
         ]
-        return silent or stuck
+        return self.silent(max(self._timeout, SILENCE_SECONDS)) or stuck
 
     def _is_stuck(self, beat: Heartbeat) -> bool:
         return beat.activity not in ("idle", "loading") and beat.activity_seconds > self._timeout
