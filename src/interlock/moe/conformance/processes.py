@@ -27,6 +27,10 @@ from interlock.parallel.topology import Groups
 
 Result = TypeVar("Result")
 
+PRELOADED = [__name__, "torch._inductor.config"]
+"""Imported once by the server that ranks are forked from; the second is what turning on deterministic
+algorithms imports."""
+
 
 def run_ranks(
     work: Callable[..., Result],
@@ -49,7 +53,7 @@ def run_ranks(
         InterlockError: a rank raised (its traceback is in the message), died, or the time is over.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(PRELOADED)
     sizes = (attn_dp_size or ranks, ep_size or ranks)
     with tempfile.TemporaryDirectory(prefix="interlock-ranks-") as folder:
         processes: list[BaseProcess] = []
