@@ -44,7 +44,7 @@ def main() -> None:
 def run_rank(spec: RankSpec) -> int:
     """Run one rank to its end; returns the process's exit code."""
     plan = spec.plan
-    torch.set_num_threads(plan.threads if plan.kernels == "torch" else 1)
+    torch.set_num_threads(1)
     torch.manual_seed(plan.seed)
     rendezvous = Rendezvous.open(
         spec.rendezvous, rank=spec.rank, size=plan.tp_size, timeout=plan.stall_timeout
@@ -91,6 +91,8 @@ class _Rank:
     ) -> None:
         try:
             self._runner.load()
+            if self._spec.plan.kernels == "torch":
+                torch.set_num_threads(self._spec.plan.threads)
             self._runner.warm_up()
             self._groups.world.barrier()
             outputs.send(msgspec.msgpack.encode(RankReady(rank=self._spec.rank, receipts=self._receipts())))
