@@ -31,6 +31,7 @@ def test_rms_norm(n: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> None
 def test_rms_norm_of_heads_inside_a_fused_projection(dtype: torch.dtype) -> None:
     qkv, weight = normal(6, 3 * 4 * 24, dtype=dtype), normal(24, dtype=dtype, seed=1)
     heads = qkv[:, 96:192].view(6, 4, 24)
+    assert cpu().rms_norm(qkv.view(2, 3, 12, 24), weight, 1e-5).shape == (2, 3, 12, 24)
     assert same_bits(cpu().rms_norm(heads, weight, 1e-5), cpu().rms_norm(heads.contiguous(), weight, 1e-5))
     close(cpu().rms_norm(heads, weight, 1e-5), REFERENCE.rms_norm(heads, weight, 1e-5))
     assert same_bits(cpu().rms_norm(heads[0, 0], weight, 1e-5), cpu().rms_norm(heads, weight, 1e-5)[0, 0])

@@ -34,7 +34,7 @@ def _bad(name: str, tensor: torch.Tensor, wanted: str) -> NoReturn:
 def _type(name: str, tensor: torch.Tensor) -> int:
     """Type code of a float tensor with a dense last dimension."""
     code = _TYPES.get(tensor.dtype)
-    if code is None or not tensor.is_cpu or (tensor.stride(-1) != 1 and tensor.shape[-1] != 1):
+    if code is None or not tensor.is_cpu or (tensor.stride()[-1] != 1 and tensor.shape[-1] != 1):
         _bad(name, tensor, "a float32 or bfloat16 CPU tensor with a dense last dimension")
     return code
 
@@ -75,30 +75,40 @@ class CpuKernels:
     def linear(
         self, x: torch.Tensor, weight: PackedWeight, *, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        code = _type("x", x)
-        if x.ndim != 2 or x.shape[1] != weight.in_features:
-            _bad("x", x, f"[n, {weight.in_features}]")
-        n, k = x.shape
-        out = torch.empty((n, weight.out_features), dtype=out_dtype or x.dtype)
+        code, k = _type("x", x), weight.in_features
+        shape = x.shape
+        if len(shape) != 2 or shape[1] != k:
+            _bad("x", x, f"[n, {k}]")
+        n = shape[0]
+        out = torch.empty(n, weight.out_features, dtype=out_dtype or x.dtype)
+        out_code = code if out_dtype is None else _type("out_dtype", out)
         self._native.linear(
-            *(x.data_ptr(), x.stride(0), n, weight.data.pointers[0], weight.out_features, k, out.data_ptr()),
-            *(code, _TYPES[weight.dtype], _type("out_dtype", out), self.threads),
+            *(
+                x.data_ptr(),
+                x.stride()[0],
+                n,
+                weight.data.pointers[0],
+                weight.out_features,
+                k,
+                out.data_ptr(),
+            ),
+            *(code, _TYPES[weight.dtype], out_code, self.threads),
         )
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        code, h = _type("x", x), x.shape[-1]
-        weight_code = _type("weight", weight)
+        code, weight_code = _type("x", x), _type("weight", weight)
+        shape = x.shape
+        h = shape[-1]
         if weight.shape != (h,):
             _bad("weight", weight, f"[{h}]")
-        if x.ndim > 3:
-            x = x.flatten(0, -3)
         outer, outer_stride, inner, inner_stride = 1, 0, 1, 0
-        if x.ndim == 3:
+        if x.ndim == 2:
+            outer, outer_stride = x.shape[0], x.stride()[0]
+        elif x.ndim > 2:
+            x = x if x.ndim == 3 else x.flatten(0, -3)
             (outer, inner, _), (outer_stride, inner_stride, _) = x.shape, x.stride()
-        elif x.ndim == 2:
-            outer, outer_stride = x.shape[0], x.stride(0)
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = torch.empty(shape, dtype=x.dtype)
         self._native.rms_norm(
             *(x.data_ptr(), outer, outer_stride, inner, inner_stride, h, weight.data_ptr(), eps),
             *(out.data_ptr(), code, weight_code, self.threads),
@@ -116,7 +126,7 @@ class CpuKernels:
             _bad("residual", residual, f"{x.dtype} [{n}, {h}] like x")
         if weight.shape != (h,):
             _bad("weight", weight, f"[{h}]")
-        out, total = torch.empty((n, h), dtype=x.dtype), torch.empty((n, h), dtype=x.dtype)
+        out, total = torch.empty(n, h, dtype=x.dtype), torch.empty(n, h, dtype=x.dtype)
         self._native.add_rms_norm(
             *(x.data_ptr(), x.stride(0), residual.data_ptr(), residual.stride(0), n, h),
             *(weight.data_ptr(), eps, out.data_ptr(), total.data_ptr(), code, weight_code, self.threads),
@@ -128,7 +138,7 @@ class CpuKernels:
         if gate_up.ndim != 2 or gate_up.shape[1] % 2:
             _bad("gate_up", gate_up, "[n, 2i]")
         n, i = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((n, i), dtype=gate_up.dtype)
+        out = torch.empty(n, i, dtype=gate_up.dtype)
         self._native.silu_and_mul(
             gate_up.data_ptr(), gate_up.stride(0), n, i, out.data_ptr(), code, self.threads
         )
@@ -159,7 +169,7 @@ class CpuKernels:
         if cos_sin.ndim != 2 or cos_sin.shape[1] % 2 or cos_sin.shape[1] > hd:
             _bad("cos_sin", cos_sin, f"[max_pos, r] with r even and at most {hd}")
         max_position, rotary = cos_sin.shape
-        out = torch.empty((n, nh, hd), dtype=q.dtype)
+        out = torch.empty(n, nh, hd, dtype=q.dtype)
         status = self._native.rope_and_store(
             *(q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(), k.stride(0), k.stride(1)),
             *(v.data_ptr(), v.stride(0), v.stride(1), n, nh, kvh, hd, vd),
@@ -199,7 +209,7 @@ class CpuKernels:
         if page_table.ndim != 2 or page_table.shape[0] != sequences:
             _bad("page_table", page_table, f"[{sequences}, P]")
         columns = page_table.shape[1]
-        out = torch.empty((n, nh, vd), dtype=q.dtype)
+        out = torch.empty(n, nh, vd, dtype=q.dtype)
         status = self._native.paged_attention(
             *(q.data_ptr(), q.stride(0), q.stride(1), n, nh, hd, k_cache.data_ptr(), v_cache.data_ptr()),
             *(pages, page_size, kvh, vd, _dense("page_table", page_table, torch.int32, (sequences, columns))),
@@ -254,7 +264,7 @@ class CpuKernels:
         if rows.ndim != 3:
             _bad("rows", rows, "[n, k, h]")
         n, k, h = rows.shape
-        out = torch.empty((n, h), dtype=out_dtype)
+        out = torch.empty(n, h, dtype=out_dtype)
         self._native.sum_lanes(
             *(rows.data_ptr(), rows.stride(0), rows.stride(1), _dense("ids", ids, torch.int64, (n, k))),
             *(n, k, h, out.data_ptr(), code, _type("out_dtype", out), self.threads),
