@@ -47,7 +47,8 @@ def test_reference_lists_hold_every_live_lane_once(tokens, k, experts, block_row
     assert sorted(lists.target.tolist()) == live
     assert int(lists.block_count) <= max_row_blocks(tokens * k, experts, block_rows)
     covered = []
-    for expert, first, end in zip(lists.block_expert, lists.block_first, lists.block_end, strict=True):
+    for expert, first, end, leader, size in lists.blocks.T.tolist():
+        assert lists.blocks[0, leader : leader + size].tolist() == [expert] * size
         assert 0 < end - first <= block_rows
         lanes = lists.target[first:end]
         assert bool((ids.flatten()[lanes] == expert).all())

@@ -41,9 +41,8 @@ def test_row_lists_equal_a_stable_sort(tokens, k, experts, block_rows, unused) -
     want = reference_lists(ids, weights, experts, block_rows)
     blocks = int(got.block_count)
     assert blocks == int(want.block_count)
-    for name in ("block_expert", "block_first", "block_end"):
-        assert torch.equal(getattr(got, name)[:blocks], getattr(want, name)), name
-    assert bool((got.block_expert[blocks:] == -1).all())
+    assert torch.equal(got.blocks[:, :blocks], want.blocks)
+    assert bool((got.blocks[0, blocks:] == -1).all())
     for name in ("source", "target", "weight"):
         assert torch.equal(getattr(got, name)[: want.places], getattr(want, name)), name
     if got.place_of_lane is not None:
@@ -56,11 +55,17 @@ def test_segments_are_cut_into_blocks() -> None:
     counts = torch.tensor([0, 1, 40, 17], dtype=torch.int32)
     psum = torch.tensor([0, 1, 56, 81], dtype=torch.int32)
     lists = moe.segment_lists(counts, psum, 0, 96, None, 16)
-    found = [lists.block_expert, lists.block_first, lists.block_end]
-    rows = [tuple(int(part[block]) for part in found) for block in range(int(lists.block_count))]
-    assert rows == [(1, 0, 1), (2, 16, 32), (2, 32, 48), (2, 48, 56), (3, 64, 80), (3, 80, 81)]
+    rows = [tuple(block) for block in lists.blocks.T[: int(lists.block_count)].tolist()]
+    assert rows == [
+        (1, 0, 1, 0, 1),
+        (2, 16, 32, 1, 3),
+        (2, 32, 48, 1, 3),
+        (2, 48, 56, 1, 3),
+        (3, 64, 80, 4, 2),
+        (3, 80, 81, 4, 2),
+    ]
     slab = moe.segment_lists(counts, None, 48, 4 * 48, None, 16)
-    assert slab.block_first[: int(slab.block_count)].tolist() == [48, 96, 112, 128, 144, 160]
+    assert slab.blocks[1, : int(slab.block_count)].tolist() == [48, 96, 112, 128, 144, 160]
 
 
 def test_top_k_equals_torch() -> None:

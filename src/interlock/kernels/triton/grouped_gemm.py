@@ -19,11 +19,30 @@ from interlock.kernels.triton.quantise import to_fp8
 
 
 @triton.jit
+def find_tile(blocks, max_blocks, tile, tiles: tl.constexpr, one_block: tl.constexpr):
+    """(expert or -1, column tile, first place, end) of a tile; the blocks of an expert take a column in turn.
+
+    So the programs that read the same weights run side by side, and the weights come from memory once.
+    """
+    block = tile // tiles
+    column = tile % tiles
+    expert = tl.load(blocks + block)
+    if not one_block:
+        leader = tl.load(blocks + 3 * max_blocks + block)
+        size = tl.load(blocks + 4 * max_blocks + block)
+        if expert >= 0:
+            inside = tile - leader * tiles
+            column = inside // size
+            block = leader + inside % size
+    return expert, column, tl.load(blocks + max_blocks + block), tl.load(blocks + 2 * max_blocks + block)
+
+
+@triton.jit(do_not_specialize=["max_blocks"])
 def gate_up_kernel(
     x, x_scales, weight, weight_scales, act, act_scales, source,
-    block_expert, block_first, block_end, x_stride, x_scale_row_stride, x_scale_stride, act_scale_stride,
+    blocks, max_blocks, x_stride, x_scale_row_stride, x_scale_stride, act_scale_stride,
     depth: tl.constexpr, inter: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
-    block_k: tl.constexpr, fp8: tl.constexpr, has_source: tl.constexpr, stages: tl.constexpr,
+    block_k: tl.constexpr, fp8: tl.constexpr, has_source: tl.constexpr, stages: tl.constexpr, one_block: tl.constexpr,
 ):  # fmt: skip
     """act[p] = silu(gate_e x[source[p]]) * (up_e x[source[p]]) for every listed place p.
 
@@ -31,14 +50,12 @@ def gate_up_kernel(
     e4m3 with act_scales [i / 128, P], or x's dtype.
     """
     tiles: tl.constexpr = (inter + block_n - 1) // block_n
-    block = tl.program_id(0) // tiles
-    column = tl.program_id(0) % tiles * block_n
-    expert = tl.load(block_expert + block)
+    expert, index, first, end = find_tile(blocks, max_blocks, tl.program_id(0), tiles, one_block)
     if expert < 0:
         return
-    first = tl.load(block_first + block)
+    column = index * block_n
     place = first + tl.arange(0, block_rows)
-    live = place < tl.load(block_end + block)
+    live = place < end
     row = tl.load(source + place, mask=live, other=0) if has_source else tl.where(live, place, first)
     gate_row = expert * (2 * inter) + column
     inside = tl.arange(0, block_k)
@@ -81,27 +98,25 @@ def gate_up_kernel(
         tl.store(target, result.T.to(act.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_blocks"])
 def down_kernel(
     act, act_scales, weight, weight_scales, out, target, row_weights,
-    block_expert, block_first, block_end, act_scale_stride, out_stride,
+    blocks, max_blocks, act_scale_stride, out_stride,
     depth: tl.constexpr, hidden: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
     block_k: tl.constexpr, fp8: tl.constexpr, has_target: tl.constexpr, has_weights: tl.constexpr,
-    stages: tl.constexpr,
+    stages: tl.constexpr, one_block: tl.constexpr,
 ):  # fmt: skip
     """out[target[p]] = row_weights[p] * down_e act[p] for every listed place p.
 
     act [P, i] with act_scales [i / 128, P] when e4m3; weight descriptor over [E * h, i]; out [*, h].
     """
     tiles: tl.constexpr = (hidden + block_n - 1) // block_n
-    block = tl.program_id(0) // tiles
-    column = tl.program_id(0) % tiles * block_n
-    expert = tl.load(block_expert + block)
+    expert, index, first, end = find_tile(blocks, max_blocks, tl.program_id(0), tiles, one_block)
     if expert < 0:
         return
-    first = tl.load(block_first + block)
+    column = index * block_n
     place = first + tl.arange(0, block_rows)
-    live = place < tl.load(block_end + block)
+    live = place < end
     row = tl.where(live, place, first)
     weight_row = expert * hidden + column
     inside = tl.arange(0, block_k)

@@ -48,26 +48,38 @@ def token_lists(ids: torch.Tensor, weights: torch.Tensor | None, experts: int, b
     tokens, k = ids.shape
     count = tokens * k
     blocks = max_row_blocks(count, experts, block_rows)
-    made = torch.empty(3 * count + 3 * blocks + 1, dtype=torch.int32, device=ids.device)
-    source, target, places, *cuts = made.split([count, count, count, blocks, blocks, blocks, 1])
+    made = torch.empty(3 * count + 5 * blocks + 1, dtype=torch.int32, device=ids.device)
+    source, target, places, table, total = made.split([count, count, count, 5 * blocks, 1])
     placed = None if weights is None else torch.empty(count, dtype=torch.float32, device=ids.device)
     has = {"has_weights": weights is not None}
     place_of_lane = None
     if count <= FEW_LANES and tokens <= block_rows:
         width = power_of_two(max(count, 16))
         route_lists.few_lanes_kernel[(1,)](
-            ids, weights, source, target, placed, *cuts, count, k, blocks,
+            ids, weights, source, target, placed, table, total, count, k, blocks,
             **has, width=width, num_warps=4 if width <= 64 else 8,
         )  # fmt: skip
     else:
-        _chunked_lists(ids, weights, source, target, placed, places, cuts, experts, block_rows)
+        _chunked_lists(
+            ids, weights, source, target, placed, places, (table, total), blocks, experts, block_rows
+        )
         place_of_lane = places.view(tokens, k)
     return RowLists(
-        source, target, placed, *cuts, places=count, block_rows=block_rows, place_of_lane=place_of_lane
+        source,
+        target,
+        placed,
+        table.view(5, blocks),
+        total,
+        places=count,
+        block_rows=block_rows,
+        place_of_lane=place_of_lane,
+        one_block_an_expert=place_of_lane is None,
     )
 
 
-def _chunked_lists(ids, weights, source, target, placed, places, cuts, experts: int, block_rows: int) -> None:
+def _chunked_lists(
+    ids, weights, source, target, placed, places, cuts, max_blocks: int, experts: int, block_rows: int
+) -> None:
     count, k = ids.numel(), ids.shape[1]
     chunk = 256 if count <= 16384 else 1024
     chunks = -(-count // chunk)
@@ -76,12 +88,12 @@ def _chunked_lists(ids, weights, source, target, placed, places, cuts, experts: 
     tile = max(1, 4096 // bins)
     route_lists.histogram_kernel[(chunks,)](ids, histogram, count, chunk=chunk, bins=bins)
     route_lists.scan_kernel[(1,)](
-        histogram, *cuts, chunks, experts, cuts[0].shape[0],
+        histogram, *cuts, chunks, experts, max_blocks,
         bins=bins, tile=tile, block_rows=block_rows, num_warps=8,
     )  # fmt: skip
     route_lists.place_kernel[(chunks,)](
         ids, weights, histogram, source, target, placed, places, count, k,
-        has_weights=weights is not None, chunk=chunk, bins=bins, tile=32, num_warps=8,
+        has_weights=weights is not None, chunk=chunk, bins=bins, tile=16, num_warps=8,
     )  # fmt: skip
 
 
@@ -99,13 +111,13 @@ def segment_lists(
         blocks = max_slab_blocks(slab_rows, experts, block_rows)
     else:
         blocks = max_row_blocks(places, experts, block_rows)
-    made = torch.empty(3 * blocks + 1, dtype=torch.int32, device=counts.device)
-    cuts = made.split([blocks, blocks, blocks, 1])
+    table = torch.empty(5, blocks, dtype=torch.int32, device=counts.device)
+    total = torch.empty(1, dtype=torch.int32, device=counts.device)
     route_lists.segment_blocks_kernel[(1,)](
-        counts, psum, *cuts, experts, slab_rows, blocks,
+        counts, psum, table, total, experts, slab_rows, blocks,
         has_psum=psum is not None, bins=power_of_two(experts), block_rows=block_rows,
     )  # fmt: skip
-    return RowLists(None, None, weights, *cuts, places=places, block_rows=block_rows)
+    return RowLists(None, None, weights, table, total, places=places, block_rows=block_rows)
 
 
 def compute(
@@ -144,9 +156,9 @@ def _gate_up(
     strides = (0, 0) if x_scales is None else x_scales.stride()
     grouped_gemm.gate_up_kernel[(lists.max_blocks * -(-inter // tile.block_n),)](
         x, x_scales, _descriptor(experts.gate_up, tile), experts.gate_up_scales, act, act_scales, lists.source,
-        lists.block_expert, lists.block_first, lists.block_end, x.stride(0), *strides, lists.places,
+        lists.blocks, lists.max_blocks, x.stride(0), *strides, lists.places,
         depth=x.shape[1], inter=inter, block_rows=lists.block_rows, block_n=tile.block_n, block_k=tile.block_k,
-        fp8=experts.fp8, has_source=lists.source is not None, stages=tile.stages, num_warps=tile.warps,
+        fp8=experts.fp8, has_source=lists.source is not None, stages=tile.stages, one_block=lists.one_block_an_expert, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -154,10 +166,10 @@ def _down(act, act_scales, experts: ExpertTensors, lists: RowLists, out, config:
     tile, hidden = config.down, experts.down.shape[1]
     grouped_gemm.down_kernel[(lists.max_blocks * -(-hidden // tile.block_n),)](
         act, act_scales, _descriptor(experts.down, tile), experts.down_scales, out, lists.target, lists.weight,
-        lists.block_expert, lists.block_first, lists.block_end, lists.places, out.stride(0),
+        lists.blocks, lists.max_blocks, lists.places, out.stride(0),
         depth=act.shape[1], hidden=hidden, block_rows=lists.block_rows, block_n=tile.block_n,
         block_k=tile.block_k, fp8=experts.fp8, has_target=lists.target is not None,
-        has_weights=lists.weight is not None, stages=tile.stages, num_warps=tile.warps,
+        has_weights=lists.weight is not None, stages=tile.stages, one_block=lists.one_block_an_expert, num_warps=tile.warps,
     )  # fmt: skip
 
 

@@ -35,18 +35,18 @@ def compute(
 ) -> None:
     """out[target[p]] = weight[p] * down(silu(gate rows[p]) * up rows[p]); i and h multiples of 128 and 256."""
     _, hidden, inter = experts.down.shape
-    programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
     act = torch.empty(lists.places, inter, dtype=rows.dtype, device=rows.device)
     act_scales = torch.empty(inter // GROUP, lists.places, dtype=torch.float32, device=rows.device)
-    cuts = (lists.block_expert, lists.block_first, lists.block_end, lists.block_count)
+    programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
+    gate_up_counter, down_counter = torch.zeros(2, 4, dtype=torch.int32, device=rows.device)
     pipelined_gemm.pipelined_gate_up_kernel[(programs,)](
         _descriptor(rows, 64), row_scales, _descriptor(experts.gate_up.flatten(0, 1), 128),
-        experts.gate_up_scales, act, act_scales, *cuts, row_scales.stride(0), act_scales.stride(0),
+        experts.gate_up_scales, act, act_scales, lists.blocks, lists.block_count, gate_up_counter, lists.max_blocks, row_scales.stride(0), act_scales.stride(0),
         depth=hidden, inter=inter, stages=STAGES, num_warps=4,
     )  # fmt: skip
     pipelined_gemm.pipelined_down_kernel[(programs,)](
         _descriptor(act, 64), act_scales, _descriptor(experts.down.flatten(0, 1), 128), experts.down_scales,
-        out, lists.target, lists.weight, *cuts, act_scales.stride(0), out.stride(0),
+        out, lists.target, lists.weight, lists.blocks, lists.block_count, down_counter, lists.max_blocks, act_scales.stride(0), out.stride(0),
         depth=inter, hidden=hidden, stages=STAGES,
         has_target=lists.target is not None, has_weights=lists.weight is not None, num_warps=4,
     )  # fmt: skip
@@ -62,13 +62,16 @@ def dense(
     """out [n, N] = rows @ weight.T for one dense weight e4m3 [N, K]: the second GEMM with a single expert."""
     count, device = rows.shape[0], rows.device
     first = torch.arange(0, count, BLOCK_ROWS, dtype=torch.int32, device=device)
-    expert = torch.zeros_like(first)
+    size = len(first)
+    zeros = torch.zeros_like(first)
     end = (first + BLOCK_ROWS).clamp_max(count)
-    blocks = torch.full((1,), len(first), dtype=torch.int32, device=device)
+    blocks = torch.stack((zeros, first, end, zeros, zeros + size))
+    block_count = torch.full((1,), size, dtype=torch.int32, device=device)
+    counter = torch.zeros(1, dtype=torch.int32, device=device)
     programs = torch.cuda.get_device_properties(device).multi_processor_count
     pipelined_gemm.pipelined_down_kernel[(programs,)](
         _descriptor(rows, 64), row_scales, _descriptor(weight, 128), scales, out, None, None,
-        expert, first, end, blocks, row_scales.stride(0), out.stride(0),
+        blocks, block_count, counter, size, row_scales.stride(0), out.stride(0),
         depth=weight.shape[1], hidden=weight.shape[0], stages=STAGES,
         has_target=False, has_weights=False, num_warps=4,
     )  # fmt: skip

@@ -4,6 +4,9 @@ Persistent programs of three roles: one warp feeds a ring of shared-memory stage
 two groups of four warps each multiply 64 token rows by 2 x 128 weight rows. The two groups run unsynchronised, so
 one scales its partial sums (float32 registers) while the other keeps the matrix units busy.
 
+Tiles are handed out by a counter in device memory, so that programs which share weights start together; a fixed
+assignment lets them drift apart, and the weights then come from memory several times (measured: 17 GB for 4 GB).
+
 A tile is 128 places by two column blocks ("a" and "b") of 128: gate and up of the same columns, or neighbouring
 columns of the result. Rows arrive sorted by place. A group whose 64 rows are all dead multiplies nothing.
 
@@ -18,28 +21,52 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 HALF: gl.constexpr = gl.constexpr(64)
 WIDE: gl.constexpr = gl.constexpr(128)
+TICKETS: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.jit
-def _tile(tile, tiles: gl.constexpr, block_expert, block_first, block_end):
-    block = tile // tiles
-    return (
-        gl.load(block_expert + block),
-        tile % tiles,
-        gl.load(block_first + block),
-        gl.load(block_end + block),
-    )
+def _tile(tile, tiles: gl.constexpr, blocks, max_blocks):
+    """As ``grouped_gemm.find_tile``; every tile below the total exists."""
+    leader = gl.load(blocks + 3 * max_blocks + tile // tiles)
+    size = gl.load(blocks + 4 * max_blocks + tile // tiles)
+    inside = tile - leader * tiles
+    block = blocks + leader + inside % size
+    return gl.load(block), inside // size, gl.load(block + max_blocks), gl.load(block + 2 * max_blocks)
+
+
+@gluon.jit
+def _announce(tickets, ready, free, slot, tile):
+    """Tell both groups the tile to multiply next; any number at or beyond the total ends them."""
+    mbarrier.wait(free.index(slot % TICKETS), (slot // TICKETS & 1) ^ 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    tickets.index(slot % TICKETS).store(gl.full([1], 0, gl.int32, layout) + tile)
+    mbarrier.arrive(ready.index(slot % TICKETS))
+
+
+@gluon.jit
+def _next_tile(tickets, ready, free, slot):
+    mbarrier.wait(ready.index(slot % TICKETS), slot // TICKETS & 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    tile = gl.max(tickets.index(slot % TICKETS).load(layout), axis=0)
+    mbarrier.arrive(free.index(slot % TICKETS))
+    return tile
 
 
 @gluon.jit
 def _feed(
-    rows, weight, row_stages, a_stages, b_stages, full, empty, cuts, total,
+    rows, weight, ring, queue, counter, cuts, total,
     tiles: gl.constexpr, depth: gl.constexpr, expert_rows: gl.constexpr, column_step: gl.constexpr,
     b_offset: gl.constexpr, stages: gl.constexpr,
 ):  # fmt: skip
+    row_stages, a_stages, b_stages, full, empty = ring
+    tickets, ready, free = queue
     count = 0
-    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, index, first, end = _tile(tile, tiles, cuts[0], cuts[1], cuts[2])
+    slot = 0
+    tile = gl.atomic_add(counter, 1)
+    while tile < total:
+        _announce(tickets, ready, free, slot, tile)
+        following = gl.atomic_add(counter, 1)
+        expert, index, first, end = _tile(tile, tiles, cuts[0], cuts[1])
         weight_row = expert * expert_rows + index * column_step
         both = first + HALF < end
         for step in range(depth // WIDE):
@@ -57,21 +84,25 @@ def _feed(
                 weight, [weight_row + b_offset, step * WIDE], bar, b_stages.index(stage)
             )
             count += 1
+        slot += 1
+        tile = following
+    _announce(tickets, ready, free, slot, tile)
 
 
 @gluon.jit
 def _multiply(
-    row_stages, a_stages, b_stages, full, empty, row_scales, a_scales, b_scales, count, alive,
-    row_scale_stride, group: gl.constexpr, depth: gl.constexpr, stages: gl.constexpr, layout: gl.constexpr,
+    ring, row_scales, rows_at, weight_scales, scales_at, count, alive,
+    row_scale_stride, scale_step: gl.constexpr, group: gl.constexpr, depth: gl.constexpr, stages: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """64 rows by two column blocks -> two float32 [64, 128]; scales of the next step are loaded a step ahead."""
+    row_stages, a_stages, b_stages, full, empty = ring
     zeros = gl.zeros([HALF, WIDE], gl.float32, layout)
     total_a = zeros
     total_b = zeros
     steps: gl.constexpr = depth // WIDE
-    row_scale = gl.load(row_scales)
-    a_scale = gl.load(a_scales)
-    b_scale = gl.load(b_scales)
+    row_scale = gl.load(row_scales + rows_at)
+    a_scale = gl.load(weight_scales + scales_at)
+    b_scale = gl.load(weight_scales + scale_step + scales_at)
     for step in range(steps):
         stage = count % stages
         mbarrier.wait(full.index(stage), count // stages & 1)
@@ -81,9 +112,9 @@ def _multiply(
                 rows, a_stages.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
             following = gl.minimum(step + 1, steps - 1)
-            next_row_scale = gl.load(row_scales + following.to(gl.int64) * row_scale_stride)
-            next_a_scale = gl.load(a_scales + following)
-            next_b_scale = gl.load(b_scales + following)
+            next_row_scale = gl.load(row_scales + following.to(gl.int64) * row_scale_stride + rows_at)
+            next_a_scale = gl.load(weight_scales + scales_at + following)
+            next_b_scale = gl.load(weight_scales + scale_step + scales_at + following)
             part = warpgroup_mma_wait(0, deps=[part])
             total_a += part * gl.expand_dims(row_scale * a_scale, 1)
             part = warpgroup_mma(
@@ -101,7 +132,7 @@ def _multiply(
 
 @gluon.jit
 def _gate_up_tiles(
-    row_stages, a_stages, b_stages, full, empty, row_scales, weight_scales, act, act_scales, cuts, total,
+    ring, queue, row_scales, weight_scales, act, act_scales, cuts, total,
     row_scale_stride, act_scale_stride, group: gl.constexpr, depth: gl.constexpr, inter: gl.constexpr,
     stages: gl.constexpr,
 ):  # fmt: skip
@@ -109,16 +140,19 @@ def _gate_up_tiles(
     stored: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     groups: gl.constexpr = depth // WIDE
     tiles: gl.constexpr = inter // WIDE
+    tickets, ready, free = queue
     count = 0
-    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, index, first, end = _tile(tile, tiles, cuts[0], cuts[1], cuts[2])
+    slot = 0
+    tile = _next_tile(tickets, ready, free, slot)
+    while tile < total:
+        expert, index, first, end = _tile(tile, tiles, cuts[0], cuts[1])
         start = first + group * HALF
         place = start + gl.arange(0, HALF, gl.SliceLayout(1, layout))
         live = place < end
-        scales = weight_scales + (expert.to(gl.int64) * (2 * tiles) + index) * groups
         gate, up, count = _multiply(
-            row_stages, a_stages, b_stages, full, empty, row_scales + gl.where(live, place, first),
-            scales, scales + tiles * groups, count, start < end, row_scale_stride, group, depth, stages, layout,
+            ring, row_scales, gl.where(live, place, first),
+            weight_scales, (expert * (2 * tiles) + index) * groups, count, start < end, row_scale_stride,
+            tiles * groups, group, depth, stages, layout,
         )  # fmt: skip
         if start < end:
             result = gate / (1.0 + gl.exp(-gate)) * up
@@ -130,28 +164,33 @@ def _gate_up_tiles(
             column = index * WIDE + gl.arange(0, WIDE, gl.SliceLayout(0, stored))
             where = act + gl.expand_dims(row.to(gl.int64) * inter, 1) + gl.expand_dims(column, 0)
             gl.store(where, quantised, mask=gl.expand_dims(row < end, 1))
+        slot += 1
+        tile = _next_tile(tickets, ready, free, slot)
 
 
 @gluon.jit
 def _down_tiles(
-    row_stages, a_stages, b_stages, full, empty, row_scales, weight_scales, out, target, row_weights, cuts,
-    total, row_scale_stride, out_stride, group: gl.constexpr, depth: gl.constexpr, hidden: gl.constexpr,
+    ring, queue, row_scales, weight_scales, out, target, row_weights, cuts, total,
+    row_scale_stride, out_stride, group: gl.constexpr, depth: gl.constexpr, hidden: gl.constexpr,
     stages: gl.constexpr, has_target: gl.constexpr, has_weights: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     groups: gl.constexpr = depth // WIDE
     tiles: gl.constexpr = hidden // (2 * WIDE)
+    tickets, ready, free = queue
     count = 0
-    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        expert, index, first, end = _tile(tile, tiles, cuts[0], cuts[1], cuts[2])
+    slot = 0
+    tile = _next_tile(tickets, ready, free, slot)
+    while tile < total:
+        expert, index, first, end = _tile(tile, tiles, cuts[0], cuts[1])
         start = first + group * HALF
         place = start + gl.arange(0, HALF, gl.SliceLayout(1, layout))
         live = place < end
-        scales = weight_scales + (expert.to(gl.int64) * tiles + index) * (2 * groups)
         left, right, count = _multiply(
-            row_stages, a_stages, b_stages, full, empty, row_scales + gl.where(live, place, first),
-            scales, scales + groups, count, start < end, row_scale_stride, group, depth, stages, layout,
+            ring, row_scales, gl.where(live, place, first),
+            weight_scales, (expert * tiles + index) * (2 * groups), count, start < end, row_scale_stride,
+            groups, group, depth, stages, layout,
         )  # fmt: skip
         if start < end:
             if has_weights:
@@ -166,6 +205,8 @@ def _down_tiles(
             mask = gl.expand_dims(mask, 1)
             gl.store(where, gl.convert_layout(left.to(out.dtype.element_ty), stored), mask=mask)
             gl.store(where + WIDE, gl.convert_layout(right.to(out.dtype.element_ty), stored), mask=mask)
+        slot += 1
+        tile = _next_tile(tickets, ready, free, slot)
 
 
 @gluon.jit
@@ -182,22 +223,34 @@ def _ring(rows, weight, stages: gl.constexpr):
 
 
 @gluon.jit
+def _queue():
+    tickets = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [TICKETS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(TICKETS):
+        mbarrier.init(ready.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=2)
+    return tickets, ready, free
+
+
+@gluon.jit(do_not_specialize=["max_blocks"])
 def pipelined_gate_up_kernel(
-    rows, row_scales, weight, weight_scales, act, act_scales, block_expert, block_first, block_end, block_count,
+    rows, row_scales, weight, weight_scales, act, act_scales, blocks, block_count, counter, max_blocks,
     row_scale_stride, act_scale_stride, depth: gl.constexpr, inter: gl.constexpr, stages: gl.constexpr,
 ):  # fmt: skip
     """act[p], act_scales[:, p] = quantised silu(gate rows[p]) * (up rows[p]); see ``grouped_gemm``."""
     tiles: gl.constexpr = inter // WIDE
     total = gl.load(block_count) * tiles
-    cuts = (block_expert, block_first, block_end)
-    row_stages, a_stages, b_stages, full, empty = _ring(rows, weight, stages)
+    cuts = (blocks, max_blocks)
+    ring = _ring(rows, weight, stages)
+    queue = _queue()
     gl.warp_specialize(
         [
-            (_gate_up_tiles, (row_stages, a_stages, b_stages, full, empty, row_scales, weight_scales, act,
+            (_gate_up_tiles, (ring, queue, row_scales, weight_scales, act,
                               act_scales, cuts, total, row_scale_stride, act_scale_stride, 0, depth, inter, stages)),
-            (_gate_up_tiles, (row_stages, a_stages, b_stages, full, empty, row_scales, weight_scales, act,
+            (_gate_up_tiles, (ring, queue, row_scales, weight_scales, act,
                               act_scales, cuts, total, row_scale_stride, act_scale_stride, 1, depth, inter, stages)),
-            (_feed, (rows, weight, row_stages, a_stages, b_stages, full, empty, cuts, total,
+            (_feed, (rows, weight, ring, queue, counter, cuts, total,
                      tiles, depth, 2 * inter, WIDE, inter, stages)),
         ],
         [4, 1],
@@ -205,27 +258,28 @@ def pipelined_gate_up_kernel(
     )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["max_blocks"])
 def pipelined_down_kernel(
     rows, row_scales, weight, weight_scales, out, target, row_weights,
-    block_expert, block_first, block_end, block_count, row_scale_stride, out_stride,
+    blocks, block_count, counter, max_blocks, row_scale_stride, out_stride,
     depth: gl.constexpr, hidden: gl.constexpr, stages: gl.constexpr,
     has_target: gl.constexpr, has_weights: gl.constexpr,
 ):  # fmt: skip
     """out[target[p]] = row_weights[p] * down rows[p]; see ``grouped_gemm``."""
     tiles: gl.constexpr = hidden // (2 * WIDE)
     total = gl.load(block_count) * tiles
-    cuts = (block_expert, block_first, block_end)
-    row_stages, a_stages, b_stages, full, empty = _ring(rows, weight, stages)
+    cuts = (blocks, max_blocks)
+    ring = _ring(rows, weight, stages)
+    queue = _queue()
     gl.warp_specialize(
         [
-            (_down_tiles, (row_stages, a_stages, b_stages, full, empty, row_scales, weight_scales, out, target,
+            (_down_tiles, (ring, queue, row_scales, weight_scales, out, target,
                            row_weights, cuts, total, row_scale_stride, out_stride, 0, depth, hidden, stages,
                            has_target, has_weights)),
-            (_down_tiles, (row_stages, a_stages, b_stages, full, empty, row_scales, weight_scales, out, target,
+            (_down_tiles, (ring, queue, row_scales, weight_scales, out, target,
                            row_weights, cuts, total, row_scale_stride, out_stride, 1, depth, hidden, stages,
                            has_target, has_weights)),
-            (_feed, (rows, weight, row_stages, a_stages, b_stages, full, empty, cuts, total,
+            (_feed, (rows, weight, ring, queue, counter, cuts, total,
                      tiles, depth, hidden, 2 * WIDE, WIDE, stages)),
         ],
         [4, 1],

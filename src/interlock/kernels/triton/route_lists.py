@@ -3,6 +3,9 @@
 Every array has a static size (an upper bound), so a captured CUDA graph replays with any routing. Lists are
 stable: within an expert, rows keep the order of their lanes. Reference: ``row_blocks.reference_lists``.
 
+``blocks`` int32 [5, B]: expert, first place, one past the last place, first block of the same expert, number
+of blocks of the same expert.
+
 Legend: R lanes (tokens * k), C chunks of lanes, E local experts, B row blocks of ``block_rows`` rows each.
 Ids are local expert ids; -1 lanes get no place.
 """
@@ -13,10 +16,9 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes", "max_blocks"])
 def few_lanes_kernel(
-    ids, weights, source, target, weight, block_expert, block_first, block_end, block_count,
-    lanes, k, max_blocks,
+    ids, weights, source, target, weight, blocks, block_count, lanes, k, max_blocks,
     has_weights: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """The whole job in one program, for at most ``width`` lanes and one block an expert."""
@@ -37,15 +39,17 @@ def few_lanes_kernel(
     tl.store(source + place, lane // k, mask=live)
     if has_weights:
         tl.store(weight + place, tl.load(weights + lane, mask=live, other=0.0), mask=live)
-    tl.store(block_expert + block, expert, mask=leads)
-    tl.store(block_first + block, place, mask=leads)
-    tl.store(block_end + block, place + count, mask=leads)
+    tl.store(blocks + block, expert, mask=leads)
+    tl.store(blocks + max_blocks + block, place, mask=leads)
+    tl.store(blocks + 2 * max_blocks + block, place + count, mask=leads)
+    tl.store(blocks + 3 * max_blocks + block, block, mask=leads)
+    tl.store(blocks + 4 * max_blocks + block, 1, mask=leads)
     total = tl.sum(leads.to(tl.int32), axis=0)
     tl.store(block_count, total)
-    tl.store(block_expert + total + lane, -1, mask=total + lane < max_blocks)
+    tl.store(blocks + total + lane, -1, mask=total + lane < max_blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes"])
 def histogram_kernel(ids, histogram, lanes, chunk: tl.constexpr, bins: tl.constexpr):
     """histogram int32 [C, bins]: how many lanes of each chunk go to each expert."""
     lane = tl.program_id(0) * chunk + tl.arange(0, chunk)
@@ -55,29 +59,29 @@ def histogram_kernel(ids, histogram, lanes, chunk: tl.constexpr, bins: tl.conste
 
 
 @triton.jit
-def store_blocks(
-    counts, starts, order, block_expert, block_first, block_end, block_count, max_blocks,
-    block_rows: tl.constexpr,
-):  # fmt: skip
+def store_blocks(counts, starts, order, blocks, block_count, max_blocks, block_rows: tl.constexpr):
     """Cut every expert's list into blocks; entries behind the last block get expert -1."""
-    blocks = (counts + block_rows - 1) // block_rows
-    first_block = tl.cumsum(blocks, axis=0) - blocks
-    total = tl.sum(blocks, axis=0)
+    size = (counts + block_rows - 1) // block_rows
+    leader = tl.cumsum(size, axis=0) - size
+    total = tl.sum(size, axis=0)
     tl.store(block_count, total)
-    for j in range(tl.max(blocks, axis=0)):
-        live = j < blocks
+    for j in range(tl.max(size, axis=0)):
+        live = j < size
         first = starts + j * block_rows
-        tl.store(block_expert + first_block + j, order, mask=live)
-        tl.store(block_first + first_block + j, first, mask=live)
-        tl.store(block_end + first_block + j, tl.minimum(first + block_rows, starts + counts), mask=live)
+        entry = blocks + leader + j
+        tl.store(entry, order, mask=live)
+        tl.store(entry + max_blocks, first, mask=live)
+        tl.store(entry + 2 * max_blocks, tl.minimum(first + block_rows, starts + counts), mask=live)
+        tl.store(entry + 3 * max_blocks, leader, mask=live)
+        tl.store(entry + 4 * max_blocks, size, mask=live)
     for start in range(0, max_blocks, 1024):
         index = start + tl.arange(0, 1024)
-        tl.store(block_expert + index, -1, mask=(index >= total) & (index < max_blocks))
+        tl.store(blocks + index, -1, mask=(index >= total) & (index < max_blocks))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "experts", "max_blocks"])
 def scan_kernel(
-    histogram, block_expert, block_first, block_end, block_count, chunks, experts, max_blocks,
+    histogram, blocks, block_count, chunks, experts, max_blocks,
     bins: tl.constexpr, tile: tl.constexpr, block_rows: tl.constexpr,
 ):  # fmt: skip
     """One program: histogram becomes the place of each chunk's first lane of each expert; blocks are cut."""
@@ -89,9 +93,7 @@ def scan_kernel(
         counts += tl.sum(tl.load(where, mask=chunk[:, None] < chunks, other=0), axis=0)
     counts = tl.where(order < experts, counts, 0)
     starts = tl.cumsum(counts, axis=0) - counts
-    store_blocks(
-        counts, starts, order, block_expert, block_first, block_end, block_count, max_blocks, block_rows
-    )
+    store_blocks(counts, starts, order, blocks, block_count, max_blocks, block_rows)
     place = starts
     for start in range(0, chunks, tile):
         chunk = start + tl.arange(0, tile)
@@ -101,7 +103,7 @@ def scan_kernel(
         place += tl.sum(part, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lanes"])
 def place_kernel(
     ids, weights, histogram, source, target, weight, places, lanes, k,
     has_weights: tl.constexpr, chunk: tl.constexpr, bins: tl.constexpr, tile: tl.constexpr,
@@ -111,12 +113,13 @@ def place_kernel(
     inside = tl.arange(0, chunk)
     lane = first + inside
     expert = tl.load(ids + lane, mask=lane < lanes, other=-1).to(tl.int32)
-    rank = tl.zeros([chunk], tl.int32)
+    before = tl.zeros([chunk, tile], tl.int32)
     for start in range(0, chunk, tile):
         column = start + tl.arange(0, tile)
         across = tl.load(ids + first + column, mask=first + column < lanes, other=-1).to(tl.int32)
         same = (expert[:, None] == across[None, :]) & (column[None, :] < inside[:, None])
-        rank += tl.sum(same.to(tl.int32), axis=1)
+        before += same.to(tl.int32)
+    rank = tl.sum(before, axis=1)
     live = expert >= 0
     place = tl.load(histogram + tl.program_id(0) * bins + expert, mask=live, other=0) + rank
     tl.store(places + lane, tl.where(live, place, -1), mask=lane < lanes)
@@ -126,9 +129,9 @@ def place_kernel(
         tl.store(weight + place, tl.load(weights + lane, mask=live, other=0.0), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts", "slab_rows", "max_blocks"])
 def segment_blocks_kernel(
-    counts, psum, block_expert, block_first, block_end, block_count, experts, slab_rows, max_blocks,
+    counts, psum, blocks, block_count, experts, slab_rows, max_blocks,
     has_psum: tl.constexpr, bins: tl.constexpr, block_rows: tl.constexpr,
 ):  # fmt: skip
     """One program: blocks of rows that are grouped already (``psum`` of the contiguous layout, or a slab)."""
@@ -139,6 +142,4 @@ def segment_blocks_kernel(
         starts = tl.load(psum + order, mask=mine, other=0) - count
     else:
         starts = order * slab_rows
-    store_blocks(
-        count, starts, order, block_expert, block_first, block_end, block_count, max_blocks, block_rows
-    )
+    store_blocks(count, starts, order, blocks, block_count, max_blocks, block_rows)

@@ -18,27 +18,27 @@ class RowLists:
         source: int32 [P], input row of each place; None where place p reads row p.
         target: int32 [P], output row of each place; None where place p writes row p.
         weight: float32 [P], factor of each place's result; None for 1.
-        block_expert: int32 [B], expert of each block, -1 for blocks behind the last.
-        block_first, block_end: int32 [B], first place and one past the last place of each block.
+        blocks: int32 [5, B]: expert (-1 behind the last block), first place, one past the last place, first
+            block of the same expert, number of blocks of the same expert.
         block_count: int32 [1], number of blocks in use.
         places: P.
         place_of_lane: int32 [n, k], place of each lane or -1, where it was made.
+        one_block_an_expert: no expert has more than one block.
     """
 
     source: torch.Tensor | None
     target: torch.Tensor | None
     weight: torch.Tensor | None
-    block_expert: torch.Tensor
-    block_first: torch.Tensor
-    block_end: torch.Tensor
+    blocks: torch.Tensor
     block_count: torch.Tensor
     places: int
     block_rows: int
     place_of_lane: torch.Tensor | None = None
+    one_block_an_expert: bool = False
 
     @property
     def max_blocks(self) -> int:
-        return self.block_expert.shape[0]
+        return self.blocks.shape[1]
 
 
 def max_row_blocks(places: int, experts: int, block_rows: int) -> int:
@@ -70,20 +70,19 @@ def reference_lists(
     order = torch.sort(torch.where(lanes < 0, experts, lanes), stable=True).indices
     target = order[: int((lanes >= 0).sum())]
     counts = torch.bincount(lanes[lanes >= 0], minlength=experts).tolist()
-    blocks: list[tuple[int, int, int]] = []
+    blocks: list[tuple[int, ...]] = []
     start = 0
     for expert, count in enumerate(counts):
+        leader, size = len(blocks), -(-count // block_rows)
         for first in range(start, start + count, block_rows):
-            blocks.append((expert, first, min(first + block_rows, start + count)))
+            blocks.append((expert, first, min(first + block_rows, start + count), leader, size))
         start += count
-    table = torch.tensor(blocks, dtype=torch.int32, device=ids.device).reshape(-1, 3)
+    table = torch.tensor(blocks, dtype=torch.int32, device=ids.device).reshape(-1, 5)
     return RowLists(
         source=(target // ids.shape[1]).to(torch.int32),
         target=target.to(torch.int32),
         weight=None if weights is None else weights.flatten()[target],
-        block_expert=table[:, 0],
-        block_first=table[:, 1],
-        block_end=table[:, 2],
+        blocks=table.T,
         block_count=torch.tensor([len(blocks)], dtype=torch.int32, device=ids.device),
         places=len(target),
         block_rows=block_rows,
