@@ -1,0 +1,195 @@
+"""The report as one HTML page that needs nothing else: inline SVG and CSS, light and dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from interlock.evidence.schema import Arm
+from interlock.verify.report import PromptReport, Report, summary
+
+WIDTH, HEIGHT, LEFT, BOTTOM = 720, 150, 56, 26
+SMALLEST = 1e-9
+
+STYLE = """
+:root { color-scheme: light dark; --fg: #1b1f24; --bg: #ffffff; --soft: #f3f4f6; --line: #d0d5db;
+  --good: #1a7f37; --mild: #9a6700; --bad: #cf222e; --accent: #0b63ce; --second: #8250df; }
+@media (prefers-color-scheme: dark) { :root { --fg: #e6e8eb; --bg: #14171b; --soft: #1e2329; --line: #3a424c;
+  --good: #3fb950; --mild: #d29922; --bad: #ff7b72; --accent: #58a6ff; --second: #bc8cff; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg); max-width: 1000px;
+  margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+code, pre { background: var(--soft); padding: .1rem .3rem; border-radius: 4px; overflow-wrap: anywhere; }
+details { margin: .6rem 0; border: 1px solid var(--line); border-radius: 6px; padding: .4rem .8rem; }
+summary { cursor: pointer; }
+.verdict { padding: .6rem 1rem; border-radius: 6px; background: var(--soft); border-left: 5px solid; }
+.good { color: var(--good); } .mild { color: var(--mild); } .bad { color: var(--bad); }
+svg { width: 100%; height: auto; } svg text { fill: var(--fg); font: 11px system-ui, sans-serif; }
+svg .axis { stroke: var(--line); } svg .limit { stroke: var(--mild); stroke-dasharray: 4 3; }
+svg .mark { stroke: var(--bad); stroke-dasharray: 2 3; }
+.a { fill: var(--accent); } .b { fill: var(--second); }
+"""
+
+CLASSES = {"bit-identical": "good", "within rounding": "mild", "different": "bad"}
+
+
+def page(report: Report) -> str:
+    """The whole page."""
+    evidence = report.evidence
+    title = f"verify {evidence.model.name}: {evidence.verdict}"
+    kind = "bad" if evidence.verdict == "unexplained" else "good"
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="verdict {kind}">{escape(summary(report))}</p>',
+        _facts(report),
+        "<h2>Prompts</h2>",
+        _table(report.prompts),
+        *(_prompt(prompt, report.tolerance) for prompt in report.prompts),
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _facts(report: Report) -> str:
+    evidence = report.evidence
+    rows = [(arm.name, _arm(arm)) for arm in evidence.arms]
+    rows += [
+        ("model", f"{evidence.model.name}, {evidence.model.family}, {evidence.model.weight_format}"),
+        ("device", f"{evidence.device.name} ({evidence.device.key})"),
+        ("made", f"{evidence.created} by interlock {evidence.interlock}"),
+        ("packages", ", ".join(f"{name} {version}" for name, version in evidence.packages.items())),
+        ("rounding", f"log-probabilities within {report.tolerance:g}"),
+    ]
+    cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
+    return f"<table>{cells}</table>"
+
+
+def _arm(arm: Arm) -> str:
+    return arm.url or arm.options or "(defaults)"
+
+
+def _table(prompts: Sequence[PromptReport]) -> str:
+    head = "".join(
+        f"<th>{name}</th>" for name in ("#", "tokens", "edge", "outcome", "largest", "at", "cause")
+    )
+    rows = []
+    for prompt in prompts:
+        outcome = prompt.outcome
+        cells = (
+            str(outcome.index + 1),
+            str(outcome.tokens),
+            escape(prompt.label),
+            f'<span class="{CLASSES[outcome.outcome]}">{outcome.outcome}</span>',
+            f"{outcome.largest:.2e}" if outcome.largest else "0",
+            "" if outcome.position is None else str(outcome.position),
+            escape(outcome.cause),
+        )
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _prompt(prompt: PromptReport, tolerance: float) -> str:
+    outcome = prompt.outcome
+    is_open = " open" if outcome.outcome != "bit-identical" else ""
+    parts = [
+        f"<details{is_open}><summary>Prompt {outcome.index + 1}, {outcome.tokens} tokens, "
+        f'<span class="{CLASSES[outcome.outcome]}">{outcome.outcome}</span></summary>'
+    ]
+    if outcome.details:
+        parts.append(f"<p>{escape(outcome.cause)}: {escape(outcome.details)}</p>")
+    marks = sorted({end for ends in prompt.chunk_ends for end in ends[:-1]})
+    parts.append("<p>Difference of log-probabilities by position (dashed: a prefill step ends)</p>")
+    parts.append(_by_position(prompt, tolerance, marks))
+    if prompt.layers:
+        parts.append(
+            '<p>Relative difference by layer: <span style="color:var(--accent)">attention</span>, '
+            '<span style="color:var(--second)">MLP or experts</span>; below, the share of tokens with the same '
+            "experts</p>"
+        )
+        parts.append(_by_layer(prompt))
+    for flip in prompt.flips[:8]:
+        parts.append(
+            f"<p>Layer {flip.layer}, position {flip.position}: experts {list(flip.left)} against "
+            f"{list(flip.joined)}, {flip.gap:.1e} apart</p>"
+        )
+    return "".join(parts) + "</details>"
+
+
+def _by_position(prompt: PromptReport, tolerance: float, marks: Sequence[int]) -> str:
+    if not prompt.positions:
+        return "<p>no position was scored by both arms</p>"
+    axis = _Axis([*prompt.differences, tolerance])
+    span = max(prompt.positions) + 1
+    step = (WIDTH - LEFT) / span
+    parts = list(axis.lines())
+    if tolerance:
+        parts.append(_line(LEFT, axis.y(tolerance), WIDTH, axis.y(tolerance), "limit"))
+    parts += [_line(LEFT + mark * step, 0, LEFT + mark * step, HEIGHT, "mark") for mark in marks]
+    for position, value in zip(prompt.positions, prompt.differences, strict=True):
+        parts.append(axis.bar(LEFT + position * step, max(step - 0.4, 0.6), value, "a"))
+    parts += _numbers(span, step)
+    return _svg(parts)
+
+
+def _by_layer(prompt: PromptReport) -> str:
+    axis = _Axis([value for row in prompt.layers for value in (row.attention, row.mlp)])
+    step = (WIDTH - LEFT) / len(prompt.layers)
+    parts = list(axis.lines())
+    for index, row in enumerate(prompt.layers):
+        left = LEFT + index * step
+        parts.append(axis.bar(left + step * 0.1, step * 0.38, row.attention, "a"))
+        parts.append(axis.bar(left + step * 0.5, step * 0.38, row.mlp, "b"))
+        if row.same_routes is not None and len(prompt.layers) <= 24:
+            parts.append(f'<text x="{left:.1f}" y="{HEIGHT + 22}">{row.same_routes:.0%}</text>')
+    parts += _numbers(len(prompt.layers), step, y=HEIGHT + 11)
+    return _svg(parts)
+
+
+class _Axis:
+    """A logarithmic axis from ``SMALLEST`` to a decade above the largest value."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        finite = [value for value in values if math.isfinite(value)]
+        self._top = max(math.ceil(math.log10(max([*finite, SMALLEST * 10]))), -7)
+        self._bottom = round(math.log10(SMALLEST))
+
+    def y(self, value: float) -> float:
+        if value <= SMALLEST:
+            return HEIGHT
+        share = (math.log10(value) - self._bottom) / (self._top - self._bottom)
+        return HEIGHT * (1 - min(share, 1.0))
+
+    def bar(self, x: float, width: float, value: float, kind: str) -> str:
+        top = self.y(value) if math.isfinite(value) else 0.0
+        if top >= HEIGHT:
+            return ""
+        return (
+            f'<rect class="{kind}" x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{HEIGHT - top:.1f}">'
+            f"<title>{value:.3g}</title></rect>"
+        )
+
+    def lines(self) -> Iterator[str]:
+        for exponent in range(self._bottom + 1, self._top + 1, 2):
+            y = self.y(10.0**exponent)
+            yield _line(LEFT, y, WIDTH, y, "axis")
+            yield f'<text x="4" y="{y + 4:.1f}">1e{exponent}</text>'
+        yield _line(LEFT, HEIGHT, WIDTH, HEIGHT, "axis")
+
+
+def _numbers(count: int, step: float, y: float = HEIGHT + 14) -> list[str]:
+    every = max(1, 10 ** max(0, math.ceil(math.log10(max(count, 1) / 12))))
+    return [f'<text x="{LEFT + index * step:.1f}" y="{y}">{index}</text>' for index in range(0, count, every)]
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _svg(parts: Sequence[str]) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT + BOTTOM}" role="img">{"".join(parts)}</svg>'
