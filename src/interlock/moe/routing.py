@@ -19,6 +19,7 @@ import torch
 from interlock.errors import CheckpointError
 from interlock.kernels.base import Kernels, PackedWeight
 from interlock.moe.a2a.base import ContractError
+from interlock.moe.native_moe import native_moe
 from interlock.plan.card import ExpertsCard
 
 NORM_EPS = 1e-20
@@ -110,6 +111,8 @@ class Router:
         self._hidden_size = hidden_size
         self._kernels = kernels
         self._device = device
+        native = native_moe(kernels)
+        self._native = native if native is not None and native.can_route(card) else None
         self._weight: PackedWeight | None = None
         self.bias: torch.Tensor | None = None
 

@@ -11,6 +11,7 @@ from interlock.moe.experts.cpu import RUNNER
 from interlock.moe.experts.weights import ExpertWeights
 from interlock.moe.fp8_rows import dequantise_rows
 from interlock.moe.layouts import expert_rows
+from interlock.moe.native_moe import native_moe
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -22,6 +23,8 @@ class CpuRunner:
         self._spec = spec
         self._loading: ExpertWeights | None = None
         self._packed: PackedExperts | None = None
+        native = native_moe(spec.kernels)
+        self._lists = expert_rows if native is None else native.expert_rows
         self._calls = 0
         self._rows = 0
 
@@ -43,7 +46,7 @@ class CpuRunner:
         if self._packed is None:
             raise RuntimeError("run was called before finish_loading")
         spec = self._spec
-        lists = expert_rows(rows, spec.num_experts)
+        lists = self._lists(rows, spec.num_experts)
         x = rows.rows if rows.scales is None else dequantise_rows(rows.rows, rows.scales, spec.dtype)
         lead = rows.ids.shape if isinstance(rows, ReplicatedRows) else rows.rows.shape[:-1]
         out = torch.empty(*lead, spec.hidden_size, dtype=spec.dtype)
