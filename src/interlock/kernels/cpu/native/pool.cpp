@@ -21,18 +21,24 @@ inline void relax() {
 #endif
 }
 
-// Spin until ready() or until the time is over; true when ready.
+// Spin until ready() or until `limit` is over; true when ready. After `alone`, offer the core to others between
+// looks: on a busy machine the thread that is waited for may sit on this very core.
 template <class Ready>
-bool spin(Ready&& ready, std::chrono::microseconds limit) {
+bool spin(Ready&& ready, std::chrono::microseconds alone, std::chrono::microseconds limit) {
   auto start = std::chrono::steady_clock::now();
-  do {
-    for (int i = 0; i < 64; ++i) {
+  for (;;) {
+    for (int i = 0; i < 32; ++i) {
       if (ready()) return true;
       relax();
     }
-  } while (std::chrono::steady_clock::now() - start < limit);
-  return false;
+    auto spent = std::chrono::steady_clock::now() - start;
+    if (spent > limit) return false;
+    if (spent > alone) std::this_thread::yield();
+  }
 }
+
+constexpr std::chrono::microseconds ALONE{4};
+constexpr std::chrono::microseconds AWAKE{200};  // longer than the gap between two kernel calls of a step
 
 class Pool {
  public:
@@ -53,14 +59,14 @@ class Pool {
     }
     task(context, 0, threads);
     auto finished = [this] { return pending_.load(std::memory_order_acquire) == 0; };
-    while (!spin(finished, std::chrono::microseconds(50))) std::this_thread::yield();
+    while (!spin(finished, ALONE, AWAKE)) {}
   }
 
  private:
   void work(int index, uint32_t seen) {
     for (;;) {
       auto called = [&] { return epoch_.load(std::memory_order_acquire) != seen; };
-      if (!spin(called, std::chrono::microseconds(200))) {
+      if (!spin(called, ALONE, AWAKE)) {
         std::unique_lock<std::mutex> lock(sleep_mutex_);
         sleepers_.fetch_add(1);
         wake_.wait(lock, called);
