@@ -175,14 +175,16 @@ def main() -> None:
         run_arm(args.arm, args.model, args.threads, args.dtype)
         return
 
-    from gguf_mimo import write_gguf
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tests.oracles.gguf_writer import write_gguf
 
     from interlock.demo import resolve_model
+    from interlock.reference.mimo_v2 import MiMoReference
 
     folder = resolve_model("demo")
     with tempfile.TemporaryDirectory() as scratch:
         gguf = Path(scratch) / "demo.gguf"
-        write_gguf(folder, gguf, dtype=args.dtype)
+        write_gguf(MiMoReference.load(folder), gguf, visible=1)
         models = {"interlock": "demo", "transformers": str(folder), "llama.cpp": str(gguf)}
         arms = {name: Arm(name, models[name], args.threads, args.dtype) for name in ARMS}
         speeds = measure(arms, args.tokens, args.rounds)

@@ -129,7 +129,7 @@ class LLM:
             finish_reason=output.finish_reason or "",
             logprobs=tuple(token.logprob for piece in pieces for token in piece.tokens),
             prompt_logprobs=output.prompt_logprobs,
-            prompt_tokens=output.prompt_tokens,
+            prompt_tokens=len(request.token_ids),
             cached_tokens=output.cached_tokens,
         )
 

@@ -25,7 +25,11 @@ def synthetic_tokens(count: int) -> list[str]:
 
 
 def write_gguf(reference: MiMoReference, path: Path, *, visible: int) -> Path:
-    """Write the model. ``visible``: keys a sliding-window query sees with its own (llama.cpp's n_swa)."""
+    """Write the model. ``visible``: keys a sliding-window query sees with its own (llama.cpp's n_swa).
+
+    llama.cpp asserts that a mimo2 model has a sliding-window layer: in a model without one the last layer is
+    marked as such with a window as wide as the context, which changes nothing.
+    """
     writer = gguf.GGUFWriter(str(path), "mimo2")
     _write_config(writer, reference.config, visible)
     _write_vocabulary(writer, reference.config["vocab_size"])
@@ -40,8 +44,9 @@ def write_gguf(reference: MiMoReference, path: Path, *, visible: int) -> Path:
 
 def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], visible: int) -> None:
     layers = [layer_shape(config, layer) for layer in range(config["num_hidden_layers"])]
-    if not any(layer.sliding for layer in layers):
-        raise ValueError("llama.cpp asserts that a mimo2 model has a sliding-window layer")
+    sliding = [layer.sliding for layer in layers]
+    if not any(sliding):
+        sliding[-1], visible = True, config["max_position_embeddings"]
     if (config.get("routed_scaling_factor") or 1.0) != 1.0:
         raise ValueError("routed_scaling_factor has no place in a mimo2 GGUF")
     writer.add_block_count(len(layers))
@@ -61,7 +66,7 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], visible: int)
     writer.add_value_length(config["v_head_dim"])
     writer.add_rope_dimension_count(layers[0].rotary_dim)
     writer.add_sliding_window(visible)
-    writer.add_array("mimo2.attention.sliding_window_pattern", [layer.sliding for layer in layers])
+    writer.add_array("mimo2.attention.sliding_window_pattern", sliding)
     if config.get("attention_value_scale"):
         writer.add_float32("mimo2.attention.value_scale", float(config["attention_value_scale"]))
 
