@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,8 +29,10 @@ from interlock.engine.messages import (
     Heartbeat,
     RankFailed,
     RankReady,
+    RecordSteps,
     SchedulerStats,
     Shutdown,
+    StepRecord,
     ToEngine,
     TokenDelta,
     Wake,
@@ -75,6 +77,7 @@ class Engine:
         self._pulse = Pulse(range(plan.tp_size), plan.stall_timeout)
         self._failure: str | None = None
         self._closing = False
+        self._step_listener: Callable[[int, StepRecord], None] | None = None
         self._all_ready = asyncio.Event()
         self._dead = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -149,6 +152,12 @@ class Engine:
         for replica in range(len(self._inputs)):
             await self._send(replica, FlushCache())
 
+    async def record_steps(self, listener: Callable[[int, StepRecord], None] | None) -> None:
+        """Have ``listener(replica, record)`` called for every step from now on; None ends it."""
+        self._step_listener = listener
+        for replica in range(len(self._inputs)):
+            await self._send(replica, RecordSteps(on=listener is not None))
+
     def health(self) -> str | None:
         return self._failure
 
@@ -206,6 +215,8 @@ class Engine:
         match message:
             case EngineOutputs():
                 self._stats[message.replica] = message.stats
+                if message.step is not None and self._step_listener is not None:
+                    self._step_listener(message.replica, message.step)
                 for delta in message.deltas:
                     queue = self._queues.get(delta.request_id)
                     if queue is not None:

@@ -96,7 +96,13 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
     """Another replica got work: take part in its steps without waiting for the next idle tick."""
 
 
-ToEngine = AddRequest | AbortRequest | FlushCache | Shutdown | Wake
+class RecordSteps(msgspec.Struct, frozen=True, tag="record"):
+    """From now on, say (or no longer say) with every step's outputs what the step was."""
+
+    on: bool
+
+
+ToEngine = AddRequest | AbortRequest | FlushCache | Shutdown | Wake | RecordSteps
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="delta"):
@@ -148,12 +154,35 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     steps_decode_total: int = 0
 
 
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One step of one replica as it was really run; sent while ``RecordSteps`` is on.
+
+    Attributes:
+        turn: counts the agreements of all replicas, so that records of one step have the same number.
+        phase: "prefill" or "decode".
+        tokens: computed by this replica, without padding; 0 where it only took part.
+        sequences: requests in the step.
+        kv_tokens: sum of their lengths, this step's tokens included.
+        begun, ended: seconds of this machine's monotonic clock, from the end of the previous turn (or the
+            end of an idle wait) until the tokens were sampled.
+    """
+
+    turn: int
+    phase: str
+    tokens: int
+    sequences: int
+    kv_tokens: int
+    begun: float
+    ended: float
+
+
 class EngineOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
     """Everything one step of one scheduler has to say; also sent as a heartbeat when idle."""
 
     replica: int = 0
     deltas: tuple[TokenDelta, ...] = ()
     stats: SchedulerStats = SchedulerStats()
+    step: StepRecord | None = None
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

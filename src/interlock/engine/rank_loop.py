@@ -7,6 +7,7 @@ the leaders of the other replicas on the phase, and sends the step to the follow
 from __future__ import annotations
 
 import struct
+import time
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -21,7 +22,9 @@ from interlock.engine.messages import (
     AddRequest,
     EngineOutputs,
     FlushCache,
+    RecordSteps,
     Shutdown,
+    StepRecord,
     ToEngine,
     TokenDelta,
     Wake,
@@ -138,12 +141,16 @@ class LeaderLoop:
         self._early: list[TokenDelta] = []
         self._stop = False
         self._last_phase: Phase | None = None
+        self._records_steps = False
+        self._turn = 0
+        self._turn_begun = 0.0
 
     def run(self) -> None:
         while True:
             self._read_inputs()
             self._activity.enter("waiting for ranks")
             agreement = self._agree()
+            self._turn += 1
             self._activity.next_iteration()
             if agreement.stop:
                 self._channel.send(None, stop=True)
@@ -163,7 +170,7 @@ class LeaderLoop:
             self._channel.send(encode_arrays(batch.arrays))
         hidden = self._runner.forward(batch.arrays)
         deltas = self._finish(batch, hidden)
-        self._report(self._early + deltas)
+        self._report(self._early + deltas, self._record(batch) if self._records_steps else None)
         self._early = []
 
     @property
@@ -193,17 +200,30 @@ class LeaderLoop:
             return Phase.PREFILL
         return Phase.DECODE if any_decode else None
 
-    def _report(self, deltas: list[TokenDelta]) -> None:
+    def _record(self, batch: Batch) -> StepRecord:
+        return StepRecord(
+            turn=self._turn,
+            phase=batch.phase.value,
+            tokens=batch.arrays.live_tokens,
+            sequences=len(batch.arrays.kv_len),
+            kv_tokens=int(batch.arrays.kv_len.sum()),
+            begun=self._turn_begun,
+            ended=time.monotonic(),
+        )
+
+    def _report(self, deltas: list[TokenDelta], step: StepRecord | None = None) -> None:
         outputs = EngineOutputs(
-            replica=self._replicas.rank, deltas=tuple(deltas), stats=self._scheduler.stats()
+            replica=self._replicas.rank, deltas=tuple(deltas), stats=self._scheduler.stats(), step=step
         )
         self._outputs.send(self._encoder.encode(outputs), copy=False)
 
     def _read_inputs(self) -> None:
+        self._turn_begun = time.monotonic()
         every_replica_was_idle = self._last_phase is None
         if every_replica_was_idle and not self._scheduler.has_work and not self._early:
             self._activity.enter("idle")
             self._inputs.poll(IDLE_POLL_MS)
+            self._turn_begun = time.monotonic()
         while True:
             try:
                 message = self._inputs.recv(zmq.NOBLOCK)
@@ -221,5 +241,7 @@ class LeaderLoop:
                 self._scheduler.flush_cache()
             case Shutdown():
                 self._stop = True
+            case RecordSteps():
+                self._records_steps = message.on
             case Wake():
                 return
