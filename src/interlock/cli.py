@@ -19,6 +19,7 @@ from interlock.option_sources import unknown_flag
 from interlock.options import Options
 
 if TYPE_CHECKING:
+    from interlock.launcher import Launcher
     from interlock.plan.facts import MachineFacts
     from interlock.plan.launch_plan import LaunchPlan
 
@@ -44,18 +45,23 @@ FactsFile = Annotated[
 @launch_options(http=True)
 def serve(options: Options) -> int:
     """Serve MODEL over the OpenAI API."""
+    from interlock.engine.endpoints import Place
+
     key = options.api_key()
     if key is not None:
         from interlock.cli_secrets import wipe
 
         if options.is_set("api_key") and not wipe(key):
             _say("warning: other users can see --api-key in the process list; use --api-key-file")
-    plan = _plan(options)
-    _say(_summary(plan))
+    launcher = _launcher(options)
+    plan = _plan(launcher.applied_to(options) if launcher else options)
+    place = launcher.place() if launcher else Place.of(plan)
+    if place.is_first:
+        _say(_summary(plan))
     _log(plan.log_level)
     from interlock.serve import serve as run
 
-    return run(plan, api_key=key.reveal() if key else None)
+    return run(plan, api_key=key.reveal() if key else None, place=place)
 
 
 @app.command()
@@ -231,6 +237,13 @@ def _facts(path: str | None) -> MachineFacts:
         return load_facts(path)
     packages = Declarations.registered().packages()
     return probe(packages=packages, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _launcher(options: Options) -> Launcher | None:
+    """What torchrun or another launcher, which starts a process for each rank, says of this one."""
+    from interlock.launcher import read_launcher
+
+    return read_launcher(os.environ, options)
 
 
 def _plan(options: Options, facts: MachineFacts | None = None) -> LaunchPlan:

@@ -209,7 +209,10 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({option.name: option for
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A value that the user set, and where: "flag --tp-size", "INTERLOCK_TP_SIZE", ..."""
+    """A value that the user set, and where: "flag --tp-size", "INTERLOCK_TP_SIZE", ...
+
+    ``by_launcher``: not the user but the launcher that started this process set it.
+    """
 
     value: Value
     origin: str
@@ -218,6 +221,7 @@ class Given:
 @dataclass(frozen=True, slots=True)
 class Options:
     """What the user set, by option name. Options that are absent are auto or have their default."""
+    by_launcher: bool = False
 
     given: Mapping[str, Given]
 

@@ -12,7 +12,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from interlock.engine.client import Engine
-from interlock.engine.rank_processes import RankProcesses
+from interlock.engine.endpoints import Place
+from interlock.engine.remote_node import RemoteNode
 from interlock.errors import EngineDeadError
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.server.app import create_app
@@ -22,25 +23,25 @@ from interlock.tokenizer import load_tokenizer
 
 logger = logging.getLogger("interlock")
 DRAIN_SECONDS = 20
+STOP_SECONDS = 10
 
 
-def serve(plan: LaunchPlan, *, api_key: str | None) -> int:
-    """Serve ``plan`` until the end; returns the exit code. On nodes beside the first only ranks are run."""
-    if plan.node_rank > 0:
-        return _run_remote_node(plan)
-    return asyncio.run(_serve(plan, api_key))
+def serve(plan: LaunchPlan, *, api_key: str | None, place: Place | None = None) -> int:
+    """Serve ``plan`` until the end; returns the exit code. Without rank 0 among them, ranks alone are run.
+
+    Args:
+        place: the ranks of this process; by default all those of its node.
+    """
+    place = place or Place.of(plan)
+    if not place.is_first:
+        return RemoteNode(plan, place, leave_seconds=DRAIN_SECONDS + STOP_SECONDS).run()
+    return asyncio.run(_serve(plan, api_key, place))
 
 
-def local_ranks(plan: LaunchPlan) -> range:
-    """The ranks of this node: ``tp_size / nnodes`` consecutive ones."""
-    each = plan.tp_size // plan.nnodes
-    return range(plan.node_rank * each, (plan.node_rank + 1) * each)
-
-
-async def _serve(plan: LaunchPlan, api_key: str | None) -> int:
+async def _serve(plan: LaunchPlan, api_key: str | None, place: Place) -> int:
     listener = listen(plan.host, plan.port)
     with closing(listener), _cancelled_by_sigterm():
-        engine = await Engine.start(plan, rendezvous=plan.dist_init or None, local_ranks=local_ranks(plan))
+        engine = await Engine.start(plan, place=place)
         try:
             return await _answer(engine, plan, api_key, listener)
         finally:
@@ -55,7 +56,13 @@ async def _answer(engine: Engine, plan: LaunchPlan, api_key: str | None, listene
     logger.info("ready: http://%s:%d", f"[{host}]" if ":" in host else host, port)
     answering = asyncio.create_task(server.serve(sockets=[listener]))
     dying = asyncio.create_task(engine.wait_dead())
-    await asyncio.wait({answering, dying}, return_when=asyncio.FIRST_COMPLETED)
+    leaving = asyncio.create_task(engine.wait_leaving())
+    await asyncio.wait({answering, dying, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    if leaving.done() and not dying.done():
+        logger.info("node %d was told to end: running requests may finish", leaving.result())
+        server.should_exit = True
+        await asyncio.wait({answering, dying}, return_when=asyncio.FIRST_COMPLETED)
+    leaving.cancel()
     if not dying.done():
         dying.cancel()
         return 0
@@ -85,24 +92,3 @@ def _generation_config(plan: LaunchPlan) -> dict[str, object]:
         return {}
     config: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
     return config
-
-
-def _run_remote_node(plan: LaunchPlan) -> int:
-    """Run this node's ranks until they end; a signal ends them."""
-    ranks = RankProcesses(plan, local_ranks(plan), rendezvous=plan.dist_init, endpoints=None)
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        while ranks.is_running() and not any(exit.code for exit in ranks.exits()):
-            ranks.wait(0.5)
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        ranks.close()
-    failed = [exit.describe() for exit in ranks.exits() if exit.code]
-    for line in failed:
-        logger.error(line)
-    return 1 if failed else 0

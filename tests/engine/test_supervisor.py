@@ -16,7 +16,9 @@ CONSEQUENCE = RankFailed(rank=0, error="RuntimeError: Connection closed by peer"
 
 
 def test_cause_is_told_before_its_consequences_in_every_order_of_arrival() -> None:
-    for order in itertools.permutations([CAUSE, CONSEQUENCE, RankFailed(rank=1, error="x", is_consequence=True)]):
+    for order in itertools.permutations(
+        [CAUSE, CONSEQUENCE, RankFailed(rank=1, error="x", is_consequence=True)]
+    ):
         verdict = Verdict(failures=list(order), exits=[Exit(0, 1), Exit(1, 1), Exit(2, 1)])
         assert verdict.first_error().splitlines()[0] == f"rank 2: {CAUSE.error}"
 
@@ -65,3 +67,13 @@ def test_a_silent_rank_is_named_and_the_busy_ones_are_not() -> None:
     pulse._seen[0] = time.monotonic() - 30
     (line,) = pulse.stalled()
     assert line.startswith("rank 0 has been silent for 30 s")
+
+
+def test_a_silent_rank_is_the_reason_why_a_busy_one_hangs() -> None:
+    pulse = Pulse(range(2), timeout=4)
+    pulse.note(beat(0, "computing", 4.5))
+    pulse.note(beat(1, "computing", 0.1))
+    assert pulse.stalled()[0].startswith("rank 0 has been computing")
+    pulse._seen[1] = time.monotonic() - 4.4
+    (line,) = pulse.stalled()
+    assert line.startswith("rank 1 has been silent for 4 s")

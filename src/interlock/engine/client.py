@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from interlock.engine.endpoints import (
     Endpoints,
-    free_ports,
+    Place,
     local_endpoints,
     network_endpoints,
     socket_directory,
@@ -23,10 +23,13 @@ from interlock.engine.endpoints import (
 from interlock.engine.messages import (
     AbortRequest,
     AddRequest,
+    EngineEnded,
     EngineOutputs,
     FlushCache,
     FromEngine,
     Heartbeat,
+    NodeLeaving,
+    RankEnded,
     RankFailed,
     RankReady,
     RecordSteps,
@@ -38,7 +41,7 @@ from interlock.engine.messages import (
     Wake,
 )
 from interlock.engine.rank_processes import RankProcesses
-from interlock.engine.supervisor import Pulse, Verdict
+from interlock.engine.supervisor import PEER_SILENCE_SECONDS, Exit, Pulse, Verdict
 from interlock.errors import EngineDeadError, RequestError, StartupError
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.plan.receipts import check
@@ -46,7 +49,7 @@ from interlock.plan.receipts import check
 WATCH_SECONDS = 0.1
 EVIDENCE_SECONDS = 0.5
 CAUSE_SECONDS = 4.0
-PEER_SILENCE_SECONDS = 2.5
+LAST_NEWS_MS = 1000
 
 
 class Engine:
@@ -67,15 +70,21 @@ class Engine:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._context = zmq.asyncio.Context()
+        self._context.setsockopt(zmq.IPV6, 1)
         self._inputs = [self._bind(zmq.PUSH, address) for address in endpoints.inputs]
         self._outputs = self._bind(zmq.PULL, endpoints.outputs)
+        self._news = self._bind(zmq.PUB, endpoints.news)
         self._queues: dict[str, asyncio.Queue[TokenDelta | EngineDeadError]] = {}
         self._replica_of: dict[str, int] = {}
         self._load = [0] * plan.attn_dp_size
         self._stats = [SchedulerStats(replica=replica) for replica in range(plan.attn_dp_size)]
         self._verdict = Verdict()
+        self._remote_exits: list[Exit] = []
+        self._leaving_node = 0
+        self._leaving = asyncio.Event()
         self._pulse = Pulse(range(plan.tp_size), plan.stall_timeout)
         self._failure: str | None = None
+        self._refusal = ""
         self._closing = False
         self._step_listener: Callable[[int, StepRecord], None] | None = None
         self._all_ready = asyncio.Event()
@@ -83,27 +92,33 @@ class Engine:
         self._tasks: list[asyncio.Task[None]] = []
 
     @staticmethod
-    async def start(
-        plan: LaunchPlan, *, rendezvous: str | None = None, local_ranks: range | None = None
-    ) -> Engine:
-        """Start the ranks of this node and wait until every rank is ready and its receipts agree.
+    async def start(plan: LaunchPlan, *, place: Place | None = None) -> Engine:
+        """Start the ranks of this process and wait until every rank is ready and its receipts agree.
 
         Args:
-            rendezvous: host:port of the ranks' store; by default a free port of this machine.
-            local_ranks: ranks to start here; by default all.
+            place: ranks to start here, rank 0 among them; by default those that the plan puts on node 0.
+                The other nodes start theirs with ``engine.remote_node``.
 
         Raises:
             StartupError: a rank failed, or a plan item has a missing or differing receipt.
         """
+        place = place or Place.of(plan)
+        if not place.is_first:
+            raise StartupError(
+                f"--node-rank {plan.node_rank}: requests are answered on node 0; here run "
+                "`interlock serve` with the same options, which starts the ranks of this node"
+            )
+        store = place.resolved_store()
         directory = socket_directory()
-        local_ranks = local_ranks or range(plan.tp_size)
-        if len(local_ranks) == plan.tp_size:
-            endpoints = local_endpoints(plan.attn_dp_size, directory)
-        else:
-            assert rendezvous is not None
-            endpoints = network_endpoints(plan.attn_dp_size, rendezvous.rpartition(":")[0])
-        rendezvous = rendezvous or f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
-        ranks = RankProcesses(plan, local_ranks, rendezvous=rendezvous, endpoints=endpoints)
+        try:
+            if plan.nnodes == 1:
+                endpoints = local_endpoints(plan.attn_dp_size, directory)
+            else:
+                endpoints = network_endpoints(plan.attn_dp_size, store.address)
+            ranks = RankProcesses(plan, place, store=store, endpoints=endpoints)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
         engine = Engine(plan, endpoints, ranks, directory)
         engine._tasks = [asyncio.create_task(engine._receive()), asyncio.create_task(engine._watch())]
         try:
@@ -169,6 +184,11 @@ class Engine:
         await self._dead.wait()
         return self._failure or ""
 
+    async def wait_leaving(self) -> int:
+        """Wait until another node is told to end; returns its number. Its ranks go on until ``close``."""
+        await self._leaving.wait()
+        return self._leaving_node
+
     def process_ids(self) -> dict[int, int]:
         """Rank -> process id of the ranks of this node."""
         return self._ranks.process_ids()
@@ -178,6 +198,7 @@ class Engine:
         if self._closing:
             return
         self._closing = True
+        await self._tell_news()
         if self._failure is None and self._all_ready.is_set():
             for replica in range(len(self._inputs)):
                 with suppress(zmq.ZMQError):
@@ -189,6 +210,7 @@ class Engine:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail_requests("the server is shutting down")
         self._dead.set()
+        self._news.close(linger=LAST_NEWS_MS)
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -229,12 +251,17 @@ class Engine:
                     self._all_ready.set()
             case RankFailed():
                 self._verdict.failures.append(message)
+            case RankEnded():
+                self._remote_exits.append(Exit(message.rank, message.code))
+            case NodeLeaving():
+                self._leaving_node = message.node_rank
+                self._leaving.set()
 
     async def _watch(self) -> None:
         """Turn the first sign of trouble into a verdict, after a moment in which more may be told."""
         while not self._closing:
             await asyncio.sleep(WATCH_SECONDS)
-            self._verdict.exits = self._ranks.exits()
+            self._verdict.exits = self._ranks.exits() + self._remote_exits
             self._verdict.stalls = self._pulse.stalled()
             if self._verdict.has_evidence and not self._closing:
                 await self._await_cause()
@@ -249,7 +276,7 @@ class Engine:
         await asyncio.sleep(EVIDENCE_SECONDS)
         deadline = time.monotonic() + CAUSE_SECONDS
         while True:
-            self._verdict.exits = self._ranks.exits()
+            self._verdict.exits = self._ranks.exits() + self._remote_exits
             if self._verdict.has_cause or time.monotonic() > deadline:
                 return
             self._verdict.stalls = self._pulse.silent(PEER_SILENCE_SECONDS)
@@ -259,22 +286,31 @@ class Engine:
         self._failure = reason
         self._fail_requests(reason)
         self._dead.set()
+        await self._tell_news()
         await asyncio.to_thread(self._ranks.close)
+
+    async def _tell_news(self) -> None:
+        """Tell the launchers of other ranks how it ends: all is well, or the first error."""
+        message = EngineEnded(reason=self._failure or self._refusal)
+        await self._news.send(msgspec.msgpack.encode(message))
 
     def _fail_requests(self, reason: str) -> None:
         for queue in self._queues.values():
             queue.put_nowait(EngineDeadError(reason))
 
     async def _until_ready(self) -> None:
-        ready, dead = (asyncio.create_task(e.wait()) for e in (self._all_ready, self._dead))
-        _, pending = await asyncio.wait({ready, dead}, return_when=asyncio.FIRST_COMPLETED)
-        for task in pending:
+        waits = [asyncio.create_task(event.wait()) for event in (self._all_ready, self._dead, self._leaving)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in waits:
             task.cancel()
         if self._failure is not None:
             raise StartupError(f"the engine did not start\n{self._failure}")
-        mismatches = check(self.plan, self.receipts)
-        if mismatches:
-            raise StartupError("\n".join(str(mismatch) for mismatch in mismatches))
+        if not self._all_ready.is_set():
+            self._refusal = f"node {self._leaving_node} was told to end while the engine started"
+        else:
+            self._refusal = "\n".join(str(mismatch) for mismatch in check(self.plan, self.receipts))
+        if self._refusal:
+            raise StartupError(self._refusal)
 
     def _bind(self, kind: int, address: str) -> zmq.asyncio.Socket:
         socket: zmq.asyncio.Socket = self._context.socket(kind)

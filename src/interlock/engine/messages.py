@@ -217,4 +217,23 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     activity_seconds: float
 
 
-FromEngine = EngineOutputs | RankReady | RankFailed | Heartbeat
+class RankEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """A rank process of another node ended; ``code`` is its exit code, negative for a signal."""
+
+    rank: int
+    code: int
+
+
+class NodeLeaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
+    """A node was told to end by a signal; its ranks go on until running requests are done."""
+
+    node_rank: int
+
+
+FromEngine = EngineOutputs | RankReady | RankFailed | Heartbeat | RankEnded | NodeLeaving
+
+
+class EngineEnded(msgspec.Struct, frozen=True, kw_only=True, tag="engine_ended"):
+    """The front end's last word to the launchers of other nodes; ``reason`` is "" for an orderly end."""
+
+    reason: str

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import msgspec
 
-from interlock.engine.endpoints import Endpoints, RankSpec
+from interlock.engine.endpoints import Endpoints, Place, RankSpec
 from interlock.engine.supervisor import Exit
+from interlock.parallel.store_address import StoreAddress
 from interlock.plan.launch_plan import LaunchPlan
 
 GRACE_SECONDS = 3.0
@@ -19,25 +21,33 @@ class RankProcesses:
     """Rank processes that end when this object is closed, or when this process dies.
 
     Args:
-        ranks: global ranks to start on this node.
-        rendezvous: host:port of the store that rank 0 hosts.
+        place: the ranks to start.
+        store: where all ranks find each other.
         endpoints: the front end's addresses, None on nodes without it.
+        reports: address at which this process hears of failures, on nodes without the front end.
     """
 
     def __init__(
-        self, plan: LaunchPlan, ranks: range, *, rendezvous: str, endpoints: Endpoints | None
+        self,
+        plan: LaunchPlan,
+        place: Place,
+        *,
+        store: StoreAddress,
+        endpoints: Endpoints | None = None,
+        reports: str = "",
     ) -> None:
         self._processes = {
             rank: _start(
                 RankSpec(
                     plan=plan,
                     rank=rank,
-                    rendezvous=rendezvous,
+                    store=store,
                     endpoints=endpoints,
-                    ranks_on_node=len(ranks),
+                    reports=reports,
+                    ranks_on_node=place.ranks_on_node,
                 )
             )
-            for rank in ranks
+            for rank in place.ranks
         }
 
     def exits(self) -> list[Exit]:
@@ -63,7 +73,8 @@ class RankProcesses:
         """End every process: close its input, then kill what is left."""
         for process in self._processes.values():
             if process.stdin and not process.stdin.closed:
-                process.stdin.close()
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
         if not self.wait(GRACE_SECONDS):
             for process in self._processes.values():
                 process.kill()
@@ -76,6 +87,7 @@ def _start(spec: RankSpec) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "interlock.engine.worker"], stdin=subprocess.PIPE, start_new_session=True
     )
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(spec) + b"\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # a process that is gone already tells why by its exit code
+        process.stdin.write(msgspec.json.encode(spec) + b"\n")
+        process.stdin.flush()
     return process

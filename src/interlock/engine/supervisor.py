@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from interlock.engine.messages import Heartbeat, RankFailed
 
 SILENCE_SECONDS = 5.0
+PEER_SILENCE_SECONDS = 2.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ class Pulse:
     def stalled(self) -> list[str]:
         """One line for each stalled rank: silent, or busy with one thing for too long.
 
-        Ranks that merely wait for others are named only when no rank is the reason for the wait.
+        Ranks that merely wait for others are named only when no rank is the reason for the wait. A busy
+        rank may hang in an exchange with a silent one, which is then the reason, though silent for less long.
         """
         busy = [b for b in self._last.values() if self._is_stuck(b)]
         computing = [b for b in busy if b.activity != "waiting for ranks"]
@@ -95,7 +97,9 @@ class Pulse:
             f"without progress (limit {self._timeout:.0f} s)"
             for b in computing or busy
         ]
-        return self.silent(max(self._timeout, SILENCE_SECONDS)) or stuck
+        if not stuck:
+            return self.silent(max(self._timeout, SILENCE_SECONDS))
+        return self.silent(PEER_SILENCE_SECONDS) or stuck
 
     def _is_stuck(self, beat: Heartbeat) -> bool:
         return beat.activity not in ("idle", "loading") and beat.activity_seconds > self._timeout

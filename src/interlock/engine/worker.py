@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import sys
 import traceback
+from contextlib import closing
 
 import msgspec
 import torch
 import torch.distributed as dist
 import zmq
 
-from interlock.engine.endpoints import Endpoints, RankSpec
+from interlock.engine.endpoints import Endpoints, Linked, RankSpec
 from interlock.engine.heartbeat import Activity, heartbeat, watch_launcher
 from interlock.engine.messages import RankFailed, RankReady
 from interlock.engine.model_runner import ModelRunner
 from interlock.engine.rank_loop import FollowerLoop, LeaderLoop, StepChannel
 from interlock.engine.receipts import observe_scheduler
+from interlock.engine.same_launch import refuse_other_launch
 from interlock.engine.scheduler import Scheduler
 from interlock.parallel.launch import Rendezvous, joined_world
 from interlock.parallel.topology import Groups
+from interlock.plan.launch_plan import LaunchPlan
 
-ENDPOINTS_KEY = "interlock/endpoints"
+LAUNCH_KEY = "launch"
+LAST_WORDS_MS = 2000
 CONSEQUENCES = (
     "connection closed",
     "connection reset",
@@ -43,35 +47,81 @@ def main() -> None:
 
 def run_rank(spec: RankSpec) -> int:
     """Run one rank to its end; returns the process's exit code."""
-    plan = spec.plan
     torch.set_num_threads(1)
-    torch.manual_seed(plan.seed)
-    rendezvous = Rendezvous.open(
-        spec.rendezvous, rank=spec.rank, size=plan.tp_size, timeout=plan.stall_timeout
-    )
-    endpoints = _agree_on_endpoints(spec.endpoints, rendezvous)
-    context = zmq.Context()
-    outputs = context.socket(zmq.PUSH)
-    outputs.setsockopt(zmq.LINGER, 2000)
-    outputs.connect(endpoints.outputs)
-    activity = Activity("loading")
-    backend = "gloo" if plan.device == "cpu" else "nccl"
-    try:
-        with (
-            heartbeat(context, endpoints.outputs, spec.rank, activity),
-            joined_world(
-                rendezvous, attn_dp_size=plan.attn_dp_size, ep_size=plan.ep_size, backend=backend
-            ) as groups,
-            torch.inference_mode(),
-        ):
-            _Rank(spec, groups, rendezvous, activity).run(context, endpoints, outputs)
-    except Exception as error:
-        outputs.send(msgspec.msgpack.encode(_failure(spec.rank, error)))
-        return 1
-    finally:
-        outputs.close()
-        context.term()
+    torch.manual_seed(spec.plan.seed)
+    with closing(_Told(spec)) as told:
+        try:
+            rendezvous = Rendezvous.open(
+                spec.store, rank=spec.rank, size=spec.plan.tp_size, timeout=spec.plan.stall_timeout
+            )
+            launch = _agree_on_launch(spec, rendezvous)
+            told.link(launch.endpoints)
+            refuse_other_launch(spec.plan, launch.plan)
+            _run_in_world(msgspec.structs.replace(spec, plan=launch.plan), launch.endpoints, rendezvous, told)
+        except Exception as error:
+            told.send(_failure(spec.rank, error))
+            return 1
     return 0
+
+
+def _run_in_world(spec: RankSpec, endpoints: Endpoints, rendezvous: Rendezvous, told: _Told) -> None:
+    plan = spec.plan
+    activity = Activity("loading")
+    with (
+        heartbeat(told.context, endpoints.outputs, spec.rank, activity),
+        joined_world(
+            rendezvous,
+            attn_dp_size=plan.attn_dp_size,
+            ep_size=plan.ep_size,
+            backend="gloo" if plan.device == "cpu" else "nccl",
+        ) as groups,
+        torch.inference_mode(),
+    ):
+        _Rank(spec, groups, rendezvous, activity).run(told.context, endpoints, told.outputs)
+
+
+class _Told:
+    """Those who hear of this rank: the front end, and on other nodes the launcher that started it."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context.setsockopt(zmq.IPV6, 1)
+        self.outputs = self._socket()
+        self._launcher = self._socket() if spec.reports else None
+        self._front_end_is_known = False
+        if self._launcher is not None:
+            self._launcher.connect(spec.reports)
+        if spec.endpoints is not None:
+            self._connect(spec.endpoints)
+
+    def link(self, endpoints: Endpoints) -> None:
+        """Connect to the front end, and say so to the launcher."""
+        if not self._front_end_is_known:
+            self._connect(endpoints)
+        if self._launcher is not None:
+            self._launcher.send(msgspec.msgpack.encode(Linked(endpoints)))
+
+    def send(self, failure: RankFailed) -> None:
+        message = msgspec.msgpack.encode(failure)
+        if self._front_end_is_known:
+            self.outputs.send(message)
+        if self._launcher is not None:
+            self._launcher.send(message)
+
+    def close(self) -> None:
+        self.outputs.close()
+        if self._launcher is not None:
+            self._launcher.close()
+        self.context.term()
+
+    def _connect(self, endpoints: Endpoints) -> None:
+        self.outputs.connect(endpoints.outputs)
+        self._front_end_is_known = True
+
+    def _socket(self) -> zmq.Socket[bytes]:
+        socket = self.context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
+        return socket
 
 
 class _Rank:
@@ -129,15 +179,22 @@ class _Rank:
         }
 
 
-def _agree_on_endpoints(known: Endpoints | None, rendezvous: Rendezvous) -> Endpoints:
-    """Ranks beside the front end publish its addresses; ranks on other nodes wait for them."""
-    if rendezvous.store is None:
-        assert known is not None, "the only rank is beside the front end"
-        return known
-    if known is not None:
-        rendezvous.store.set(ENDPOINTS_KEY, msgspec.json.encode(known).decode())
-        return known
-    return msgspec.json.decode(rendezvous.store.get(ENDPOINTS_KEY), type=Endpoints)
+class _Launch(msgspec.Struct, frozen=True):
+    """What node 0 tells the ranks of other nodes."""
+
+    endpoints: Endpoints
+    plan: LaunchPlan
+
+
+def _agree_on_launch(spec: RankSpec, rendezvous: Rendezvous) -> _Launch:
+    """Rank 0 publishes the front end's addresses and its plan; ranks that do not know them wait for them."""
+    if spec.endpoints is not None:
+        launch = _Launch(spec.endpoints, spec.plan)
+        if rendezvous.store is not None and spec.rank == 0:
+            rendezvous.store.set(LAUNCH_KEY, msgspec.json.encode(launch).decode())
+        return launch
+    assert rendezvous.store is not None, "the only rank is beside the front end"
+    return msgspec.json.decode(rendezvous.store.get(LAUNCH_KEY), type=_Launch)
 
 
 def _failure(rank: int, error: Exception) -> RankFailed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,30 +11,99 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from interlock.errors import StartupError
+from interlock.parallel.interface import interface_towards
+from interlock.parallel.store_address import StoreAddress
 from interlock.parallel.topology import Groups, build_groups
 from interlock.parallel.torch_group import TorchGroup
+
+JOIN_SECONDS = 300.0
+BACKLOG = 2048
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""The only way to tell these libraries which interface to use; the default, what the host's own name
+resolves to, is the loopback interface on many machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
     """A rank's place in the world and the store through which ranks find each other.
 
-    ``store`` is None in a world of one. ``timeout`` in seconds is also that of every collective.
+    ``store`` is None in a world of one. ``timeout`` in seconds is that of every collective. ``interface``
+    is the network interface that collectives use, None for the library's choice.
     """
 
     rank: int
     size: int
     timeout: float
     store: dist.Store | None
+    interface: str | None = None
 
     @staticmethod
-    def open(address: str, *, rank: int, size: int, timeout: float) -> Rendezvous:
-        """Connect to the store at ``address`` (host:port), which rank 0 hosts."""
+    def open(
+        where: StoreAddress, *, rank: int, size: int, timeout: float, join_timeout: float = JOIN_SECONDS
+    ) -> Rendezvous:
+        """Connect to the store, or host it on rank 0, on no other address than the one that was given.
+
+        Args:
+            join_timeout: seconds to wait for the other ranks, which may be started by hand.
+
+        Raises:
+            StartupError: the address cannot be used, or ranks are missing after ``join_timeout``.
+        """
         if size == 1:
             return Rendezvous(rank=rank, size=size, timeout=timeout, store=None)
-        host, _, port = address.rpartition(":")
-        store = dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timedelta(seconds=timeout))
-        return Rendezvous(rank=rank, size=size, timeout=timeout, store=store)
+        limit = timedelta(seconds=join_timeout)
+        hosts = rank == 0 and not where.hosted_elsewhere
+        options = {"master_listen_fd": _listen(where)} if hosts else {}
+        try:
+            store: dist.Store = dist.TCPStore(
+                where.host,
+                where.port,
+                None if where.hosted_elsewhere else size,
+                is_master=hosts,
+                timeout=limit,
+                **options,
+            )
+        except RuntimeError as error:
+            raise StartupError(_missing(where, hosts, size, join_timeout, error)) from error
+        return Rendezvous(
+            rank=rank,
+            size=size,
+            timeout=timeout,
+            store=dist.PrefixStore(where.prefix, store),
+            interface=interface_towards(where.host, where.port),
+        )
+
+
+def _listen(where: StoreAddress) -> int:
+    """File descriptor of a socket that listens on the store's address."""
+    family, kind, protocol, _, address = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)[
+        0
+    ]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise StartupError(
+            f"--dist-init {where.address}: rank 0 cannot listen there: {error.strerror or error}; "
+            "choose another port, or an address of this machine"
+        ) from None
+    return listener.detach()
+
+
+def _missing(where: StoreAddress, hosts: bool, size: int, seconds: float, error: RuntimeError) -> str:
+    if hosts:
+        return (
+            f"not all of the {size} ranks joined at {where.address} within {seconds:.0f} s "
+            f"({str(error).splitlines()[0]}); start every node, each with its own --node-rank"
+        )
+    return (
+        f"--dist-init {where.address}: no answer for {seconds:.0f} s; "
+        "is the first node (--node-rank 0) running there, and does a firewall let this port through?"
+    )
 
 
 @contextmanager
@@ -44,6 +115,9 @@ def joined_world(
         yield Groups.single()
         return
     limit = timedelta(seconds=rendezvous.timeout)
+    if rendezvous.interface is not None:
+        for name in INTERFACE_VARIABLES:
+            os.environ.setdefault(name, rendezvous.interface)
     dist.init_process_group(
         backend, store=rendezvous.store, rank=rendezvous.rank, world_size=rendezvous.size, timeout=limit
     )

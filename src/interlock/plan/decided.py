@@ -76,6 +76,7 @@ def switch(options: Options, name: str) -> Decided[bool]:
 
 def _who(options: Options, name: str) -> tuple[Source, str]:
     if options.is_set(name):
-        return Source.USER, options.origin(name)
+        source = Source.LAUNCHER if options.given[name].by_launcher else Source.USER
+        return source, options.origin(name)
     assert OPTIONS[name].default is not AUTO, name
     return Source.DEFAULT, f"default of {OPTIONS[name].flag}"

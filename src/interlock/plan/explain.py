@@ -53,6 +53,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
 _STYLES: Final = {
     Source.USER: "bold cyan",
     Source.RULE: "yellow",
+    Source.LAUNCHER: "magenta",
     Source.MODEL: "green",
     Source.DEFAULT: "dim",
 }

@@ -19,6 +19,7 @@ class Source(StrEnum):
     DEFAULT = "default"
     USER = "user"
     RULE = "rule"
+    LAUNCHER = "launcher"
     MODEL = "model"
 
 
