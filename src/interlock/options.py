@@ -216,12 +216,12 @@ class Given:
 
     value: Value
     origin: str
+    by_launcher: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What the user set, by option name. Options that are absent are auto or have their default."""
-    by_launcher: bool = False
 
     given: Mapping[str, Given]
 
