@@ -19,25 +19,28 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama_gguf(tmp_path_factory.mktemp("gguf") / "a.gguf", "Q8_0")
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
-def test_values_equal_the_gguf_package(tmp_path: Path, kind: str) -> None:
-    gguf = pytest.importorskip("gguf")
-    path = write_llama_gguf(tmp_path / "a.gguf", kind)
-    ours, theirs = GgufFile(path), gguf.GGUFReader(str(path))
-    assert len(ours.tensors) == len(theirs.tensors) == len(weights())
-    for tensor in theirs.tensors:
-        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        np.testing.assert_array_equal(ours.read(tensor.name), expected)
+TOLERANCE = {"F32": 0.0, "F16": 1e-3, "BF16": 1e-2, "Q8_0": 1e-2, "Q4_1": 1e-1, "Q5_0": 1e-1}
 
 
-def test_metadata_equals_the_gguf_package(small: Path) -> None:
-    gguf = pytest.importorskip("gguf")
-    theirs = {
-        name: field.contents()
-        for name, field in gguf.GGUFReader(str(small)).fields.items()
-        if not name.startswith("GGUF.")
-    }
-    assert GgufFile(small).metadata == theirs
+@pytest.mark.parametrize("kind", sorted(TOLERANCE))
+def test_values_are_those_written_within_the_format(tmp_path: Path, kind: str) -> None:
+    """Errors are relative to the largest value of the tensor."""
+    file = GgufFile(write_llama_gguf(tmp_path / "a.gguf", kind))
+    written = weights()
+    assert len(file.tensors) == len(written)
+    for name, tensor in written.items():
+        if "q_proj" in name or "k_proj" in name:
+            continue  # stored in llama.cpp's own row order; the conversion's test covers them
+        read, values = file.read(gguf_name(name)), tensor.numpy()
+        assert read.shape == values.shape
+        np.testing.assert_allclose(read, values, rtol=0, atol=TOLERANCE[kind] * abs(values).max())
+
+
+def test_metadata_has_the_model_and_its_vocabulary(small: Path) -> None:
+    metadata = GgufFile(small).metadata
+    assert metadata["general.architecture"] == "llama"
+    assert isinstance(metadata["tokenizer.ggml.tokens"], list)
+    assert not any(name.startswith("GGUF.") for name in metadata)
 
 
 def test_unknown_tensor(small: Path) -> None:
@@ -51,8 +54,8 @@ def test_a_cut_file_is_refused_by_name(
     small: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     whole = small.read_bytes()
-    last = max(GgufFile(small).tensors.values(), key=lambda t: t.offset)
-    kept = data.draw(st.integers(0, last.offset + last.size - 1))
+    last = max(GgufFile(small).tensors.values(), key=lambda tensor: tensor.data_offset)
+    kept = data.draw(st.integers(0, int(last.data_offset + last.n_bytes) - 1))
     path = tmp_path_factory.getbasetemp() / "cut.gguf"
     path.write_bytes(whole[:kept])
     with pytest.raises(InterlockError, match=r"cut\.gguf"):
@@ -70,12 +73,6 @@ def test_damaged_headers_never_crash(
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"
     path.write_bytes(raw)
     with contextlib.suppress(InterlockError):
-        GgufFile(path)
-
-
-def test_another_format_is_refused(tmp_path: Path) -> None:
-    path = write_llama_gguf(tmp_path / "a.gguf", "Q5_0")
-    with pytest.raises(InterlockError, match="format number 6; F32, F16"):
         GgufFile(path)
 
 
