@@ -32,8 +32,9 @@ class TorchKernels:
     def linear(
         self, x: torch.Tensor, weight: PackedWeight, *, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        wide = _wide(x)
-        return (wide @ weight.data.to(wide.dtype).T).to(out_dtype or x.dtype)
+        wide, rows = _wide(x), weight.data
+        assert isinstance(rows, torch.Tensor)
+        return (wide @ rows.to(wide.dtype).T).to(out_dtype or x.dtype)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = _wide(x)
