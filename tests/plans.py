@@ -52,6 +52,7 @@ def make_plan(card: ModelCard, **overrides: Any) -> LaunchPlan:
         "host": "127.0.0.1",
         "port": 0,
         "api_key_set": False,
+        "evidence": "off",
         "stall_timeout": 60.0,
         "log_level": "warning",
         "memory": MemoryEstimate(

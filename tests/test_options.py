@@ -50,6 +50,7 @@ FROZEN = [
     "port",
     "api_key",
     "api_key_file",
+    "evidence",
     "log_level",
 ]
 
@@ -98,6 +99,7 @@ CHANGED: dict[str, tuple[str, dict[str, object]]] = {
     "port": ("9000", {}),
     "api_key": ("s3cret", {}),
     "api_key_file": ("/run/key", {}),
+    "evidence": ("require", {}),
     "log_level": ("debug", {}),
 }
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from interlock.cli_bench import bench_app
 from interlock.cli_options import launch_options, model_of
+from interlock.cli_verify import evidence_app, verify
 from interlock.errors import InterlockError, Refusal
 from interlock.option_sources import unknown_flag
 from interlock.options import Options
@@ -31,6 +33,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command()(verify)
+app.add_typer(evidence_app, name="evidence")
+app.add_typer(bench_app, name="bench")
 demo_app = typer.Typer(help="The built-in models.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(demo_app, name="demo")
 
@@ -53,11 +58,17 @@ def serve(options: Options) -> int:
 
         if options.is_set("api_key") and not wipe(key):
             _say("warning: other users can see --api-key in the process list; use --api-key-file")
+    machine = _facts(None)
     launcher = _launcher(options)
-    plan = _plan(launcher.applied_to(options) if launcher else options)
+    plan = _plan(launcher.applied_to(options) if launcher else options, machine)
     place = launcher.place() if launcher else Place.of(plan)
+    from interlock.evidence.standing import admit
+
+    unproven = admit(plan, machine)
     if place.is_first:
         _say(_summary(plan))
+    if place.is_first and unproven:
+        _say(unproven)
     _log(plan.log_level)
     from interlock.serve import serve as run
 

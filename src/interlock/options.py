@@ -199,6 +199,11 @@ _DEFINITIONS: Final = (
         help="file that holds the API key",
     ),
     Option(
+        "evidence", Kind.CHOICE, "warn", SERVER, items=("evidence",), choices=("require", "warn", "off"),
+        engine=False,
+        help="what to do about a combination that no recorded run of verify proves here",
+    ),
+    Option(
         "log_level", Kind.CHOICE, "info", SERVER, items=("log_level",),
         choices=("debug", "info", "warning", "error"), help="least severe messages that are shown",
     ),

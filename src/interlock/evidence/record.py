@@ -43,24 +43,34 @@ def model_facts(plan: LaunchPlan) -> ModelFacts:
     )
 
 
+def host_facts(facts: MachineFacts) -> DeviceFacts:
+    """The CPU of this machine."""
+    return DeviceFacts(
+        kind="cpu",
+        name=_cpu_name() or facts.architecture,
+        key=f"cpu {facts.architecture}",
+        memory_total=facts.memory_total,
+        os=facts.os,
+        python=facts.python,
+        cores=facts.cores,
+    )
+
+
 def device_facts(plan: LaunchPlan, facts: MachineFacts) -> DeviceFacts:
     """The device that ``plan`` computes on, from what was probed of this machine."""
-    if plan.device == "cpu" or not facts.devices:
-        return DeviceFacts(
-            kind=plan.device,
-            name=_cpu_name() or facts.architecture,
-            key=f"cpu {facts.architecture}",
-            memory_total=facts.memory_total,
-            os=facts.os,
-            python=facts.python,
-            cores=facts.cores,
-        )
+    return device_of(plan.device, plan.tp_size, facts)
+
+
+def device_of(kind: str, count: int, facts: MachineFacts) -> DeviceFacts:
+    """``count`` devices of this machine, or its CPU."""
+    if kind == "cpu" or not facts.devices:
+        return msgspec.structs.replace(host_facts(facts), kind=kind)
     first = facts.devices[0]
     return DeviceFacts(
-        kind=plan.device,
+        kind=kind,
         name=first.name,
         key=first.name,
-        count=plan.tp_size,
+        count=count,
         memory_total=first.memory_total,
         driver=_nvidia_driver(),
         os=facts.os,

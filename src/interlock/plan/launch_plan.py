@@ -68,6 +68,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         full_pages, window_pages: pages in each page space, for each replica.
         sliding_window_extra: 0 reads a window of W as W keys including the token, 1 as W + 1.
         stall_timeout: seconds after which a silent rank ends the server.
+        evidence: "require", "warn" or "off": what to do about a launch that no evidence proves.
         dist_init: host:port of the ranks' rendezvous, "" for a free local port.
     """
 
@@ -113,6 +114,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     api_key_set: bool
+    evidence: str
     stall_timeout: float
     log_level: str
 

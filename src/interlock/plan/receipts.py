@@ -153,6 +153,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "port": _nowhere(_HTTP),
     "api_key_set": _nowhere(_HTTP),
     "stall_timeout": _RANK,
+    "evidence": _nowhere("decides whether the ranks are started at all"),
     "log_level": _nowhere("it decides what is written, which is its own receipt"),
     "memory": _nowhere("an estimate; the pages and buffer bytes it is made of have receipts"),
     "provenance": _nowhere("says who decided, which nothing acts on"),

@@ -213,6 +213,7 @@ def _server(options: Options) -> dict[str, Decided[Any]]:
         if key
         else Decided(False, Source.DEFAULT, "default of --api-key"),
         "stall_timeout": from_.number(options, "stall_timeout"),
+        "evidence": from_.text(options, "evidence"),
         "log_level": from_.text(options, "log_level"),
     }
 

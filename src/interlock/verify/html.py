@@ -109,8 +109,8 @@ def _prompt(prompt: PromptReport, tolerance: float) -> str:
     if prompt.layers:
         parts.append(
             '<p>Relative difference by layer: <span style="color:var(--accent)">attention</span>, '
-            '<span style="color:var(--second)">MLP or experts</span>; below, the share of tokens with the same '
-            "experts</p>"
+            '<span style="color:var(--second)">MLP or experts</span>; below, the share of tokens with the '
+            "same experts</p>"
         )
         parts.append(_by_layer(prompt))
     for flip in prompt.flips[:8]:

@@ -46,25 +46,30 @@ class Prompt:
     label: str
 
 
-def built_in_prompts(plans: Sequence[LaunchPlan], tokeniser: Tokeniser, continuation: int) -> list[Prompt]:
+def built_in_prompts(
+    plans: Sequence[LaunchPlan], tokeniser: Tokeniser, continuation: int, max_length: int | None = None
+) -> list[Prompt]:
     """Twelve prompts that share no prefix longer than the special tokens.
 
     Ten are not longer than the smallest prefill chunk of ``plans`` and two are longer, where the model's
-    length limit allows it.
+    length limit, and ``max_length`` of a server of another make, allow it.
     """
     body = tokeniser.encode(TEXT, add_special_tokens=False)
     start = tokeniser.encode("", add_special_tokens=True)
     prompts = []
-    for index, (length, label) in enumerate(chosen_lengths(plans, continuation)):
+    for index, (length, label) in enumerate(chosen_lengths(plans, continuation, max_length)):
         offset = index * STRIDE
         tokens = start + [body[(offset + i) % len(body)] for i in range(length)]
         prompts.append(Prompt(tuple(tokens[:length]), label))
     return prompts
 
 
-def chosen_lengths(plans: Sequence[LaunchPlan], continuation: int) -> list[tuple[int, str]]:
+def chosen_lengths(
+    plans: Sequence[LaunchPlan], continuation: int, max_length: int | None = None
+) -> list[tuple[int, str]]:
     """Twelve (length, label), ascending: edges first, then lengths between them."""
-    limit = min(plan.max_model_len for plan in plans) - continuation
+    limits = [plan.max_model_len for plan in plans] + ([max_length] if max_length else [])
+    limit = min(limits) - continuation
     if limit < 1:
         raise InterlockError(f"--max-model-len leaves no room for a prompt and {continuation} more tokens")
     chunk = min(plan.chunked_prefill_size for plan in plans)
