@@ -28,6 +28,10 @@ def share_segments(group: Group, size: int) -> list[torch.Tensor]:
     Raises:
         StartupError: there is not enough memory, or a rank runs on another host.
     """
+    if not hasattr(os, "memfd_create"):
+        raise StartupError(
+            "shared memory without a name needs Linux; --moe-a2a-backend collective runs anywhere"
+        )
     descriptor = os.memfd_create("interlock-a2a", os.MFD_CLOEXEC)
     try:
         try:

@@ -1,0 +1,124 @@
+"""Both Triton runners but for their weights: row lists of each layout, launch parameters, results in place.
+
+Nothing synchronises with the host, and all sizes follow from the shapes of the input, so ``run`` can be
+captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from interlock.kernels.triton import moe
+from interlock.kernels.triton.expert_tensors import ExpertTensors, pad_width
+from interlock.kernels.triton.row_blocks import RowLists
+from interlock.kernels.triton.tuned import MoeConfig, MoeShape, load_table, nearest
+from interlock.moe.a2a.base import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
+from interlock.moe.experts.base import RunnerReceipt, RunnerSpec
+from interlock.moe.experts.triton import RUNNER
+from interlock.moe.experts.weights import ExpertWeights
+from interlock.moe.fp8_rows import dequantise_rows
+
+SLAB_FILL = 32
+"""A slab has room for every token at every expert; launch parameters suit one row in so many being filled
+(E / k of MiMo-V2 and DeepSeek-V3 with uniform routing)."""
+
+
+class GroupedRunner(ABC):
+    """What the Triton runners share; a subclass holds the weights."""
+
+    name: str
+    weight_format: str
+
+    def __init__(self, spec: RunnerSpec) -> None:
+        self._spec = spec
+        self._tensors: ExpertTensors | None = None
+        self._configs: dict[int, MoeConfig] = {}
+        self._calls = 0
+        self._rows = 0
+
+    @abstractmethod
+    def load_expert(self, local_id: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+        """See ``Runner.load_expert``."""
+
+    @abstractmethod
+    def finish_loading(self) -> None:
+        """See ``Runner.finish_loading``."""
+
+    def run(self, rows: ExpertInput) -> torch.Tensor:
+        """See ``Runner.run``."""
+        if self._tensors is None:
+            raise RuntimeError("run was called before finish_loading")
+        hidden = self._spec.hidden_size
+        lead = rows.ids.shape if isinstance(rows, ReplicatedRows) else rows.rows.shape[:-1]
+        out = torch.empty(*lead, hidden, dtype=self._spec.dtype, device=rows.rows.device)
+        places = out.numel() // hidden
+        if places:
+            x = rows.rows.reshape(-1, hidden)
+            scales = None if rows.scales is None else rows.scales.reshape(len(x), -1)
+            if scales is not None and not self._tensors.fp8:
+                x, scales = dequantise_rows(x, scales, self._spec.dtype), None
+            filled = places // SLAB_FILL if isinstance(rows, MaskedRows) else places
+            config = self._config(max(1, filled))
+            lists = _row_lists(rows, places, self._spec.num_experts, config.block_rows)
+            moe.compute(x, scales, self._tensors, lists, out.view(-1, hidden), config)
+        self._calls += 1
+        self._rows += places
+        return out
+
+    def observed(self) -> RunnerReceipt:
+        """See ``Runner.observed``. ``rows`` counts places: lanes without an expert are among them."""
+        return RunnerReceipt(
+            name=self.name,
+            runner=f"{type(self).__module__}:{type(self).__qualname__}",
+            weight_format=self.weight_format,
+            dtype="bfloat16",
+            weight_bytes=0 if self._tensors is None else self._tensors.nbytes,
+            calls=self._calls,
+            rows=self._rows,
+        )
+
+    def _config(self, rows: int) -> MoeConfig:
+        if rows not in self._configs:
+            spec = self._spec
+            kind = "fp8" if self.weight_format == "fp8_block" else "bfloat16"
+            shape = MoeShape(spec.num_experts, spec.hidden_size, spec.intermediate_size, kind)
+            self._configs[rows] = nearest(load_table(), shape, rows)
+        return self._configs[rows]
+
+
+def _row_lists(rows: ExpertInput, places: int, experts: int, block_rows: int) -> RowLists:
+    if isinstance(rows, ReplicatedRows):
+        return moe.token_lists(rows.ids, rows.weights, experts, block_rows)
+    weights = None if rows.weights is None else rows.weights.reshape(-1)
+    if isinstance(rows, ContiguousRows):
+        return moe.segment_lists(rows.counts, rows.psum, 0, places, weights, block_rows)
+    return moe.segment_lists(rows.counts, None, rows.rows.shape[1], places, weights, block_rows)
+
+
+class TritonRunner(GroupedRunner):
+    """Runner ``triton``."""
+
+    name = RUNNER.name
+    weight_format = "bfloat16"
+
+    def __init__(self, spec: RunnerSpec) -> None:
+        super().__init__(spec)
+        if spec.hidden_size % 8:
+            raise ValueError(f"runner triton needs a hidden size in multiples of 8, got {spec.hidden_size}")
+        self._loading: ExpertWeights | None = None
+
+    def load_expert(self, local_id: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+        """See ``Runner.load_expert``."""
+        if self._loading is None:
+            self._loading = ExpertWeights(self._spec)
+        self._loading.load(local_id, gate, up, down)
+
+    def finish_loading(self) -> None:
+        """See ``Runner.finish_loading``."""
+        loading = self._loading or ExpertWeights(self._spec)
+        loading.require_all()
+        gate_up, down = pad_width(loading.gate_up, loading.down)
+        self._tensors = ExpertTensors(gate_up.contiguous(), down.contiguous())
+        self._loading = None
