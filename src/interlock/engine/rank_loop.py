@@ -31,7 +31,7 @@ from interlock.engine.messages import (
 )
 from interlock.engine.model_runner import ModelRunner
 from interlock.engine.sampler import Sampler
-from interlock.engine.scheduler import Scheduler
+from interlock.engine.scheduler import Scheduler, Wanted, agree
 from interlock.moe.terms import Phase
 from interlock.parallel.group import Group
 
@@ -185,20 +185,10 @@ class LeaderLoop:
         wanted = self._scheduler.wanted()
         if self._replicas.size == 1:
             return Agreement(phase=wanted.phase, stop=self._stop)
-        mine = torch.tensor(
-            [wanted.phase == Phase.PREFILL, wanted.phase == Phase.DECODE, self._stop], dtype=torch.int32
-        )
-        everyone = self._replicas.all_gather(mine).view(self._replicas.size, 3).amax(0).tolist()
-        any_prefill, any_decode, stop = (bool(flag) for flag in everyone)
-        return Agreement(phase=self._choose(any_prefill, any_decode), stop=stop)
-
-    def _choose(self, any_prefill: bool, any_decode: bool) -> Phase | None:
-        """Alternate when both are wanted; the same on every replica since all saw the same turns."""
-        if any_prefill and any_decode:
-            return Phase.DECODE if self._last_phase == Phase.PREFILL else Phase.PREFILL
-        if any_prefill:
-            return Phase.PREFILL
-        return Phase.DECODE if any_decode else None
+        mine = torch.tensor([wanted.prefill_tokens, wanted.decode_tokens, self._stop], dtype=torch.int64)
+        everyone = self._replicas.all_gather(mine).view(self._replicas.size, 3).tolist()
+        wishes = [Wanted(None, prefill, decode) for prefill, decode, _ in everyone]
+        return Agreement(phase=agree(wishes, self._last_phase), stop=any(stop for *_, stop in everyone))
 
     def _record(self, batch: Batch) -> StepRecord:
         return StepRecord(
