@@ -203,8 +203,9 @@ def run_layer(shape: str, dtype: str, tokens: int, weights: ExpertTensors, read:
     timed = time_layer(shape, tokens, weights, config)
     bar = bar_of(shape, dtype, tokens, read)
     print(
-        f"{shape:20s} {dtype} {tokens:6d} tokens: best {timed['best_us']:9.1f} median {timed['median_us']:9.1f} us "
-        f"{timed['tb_s']:6.2f} TB/s {timed['tflop_s']:7.1f} TFLOP/s error {error:.1e} {bar}",
+        f"{shape:20s} {dtype} {tokens:6d} tokens: "
+        f"best {timed['best_us']:9.1f} median {timed['median_us']:9.1f} us"
+        f" {timed['tb_s']:6.2f} TB/s {timed['tflop_s']:7.1f} TFLOP/s error {error:.1e} {bar}",
         flush=True,
     )
     return {"shape": shape, "dtype": dtype, "relative_error": error, "bar": bar, **timed}

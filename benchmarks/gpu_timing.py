@@ -1,4 +1,5 @@
-"""Timing on a GPU: CUDA graphs replayed between events, best and median; the card's read and copy bandwidth."""
+"""Timing on a GPU: CUDA graphs replayed between events, best and median; the card's read and copy
+bandwidth."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Timing:
 
 
 def time_graph(calls: Sequence[Callable[[], object]], *, replays: int = 10, warm: bool = True) -> Timing:
-    """Time of one call: all ``calls`` (different inputs, so that a cache cannot help) in one graph, replayed."""
+    """Time of one call: all ``calls`` (different inputs, so that a cache cannot help) in one graph,
+    replayed."""
     if warm:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

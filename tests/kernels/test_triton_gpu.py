@@ -39,8 +39,8 @@ def packed(kernels, experts: int, hidden: int, inter: int, *, fp8: bool):
 
 @pytest.mark.parametrize(
     ("tokens", "k", "experts", "block_rows"),
-    [(1, 8, 256, 16), (16, 8, 256, 16), (17, 8, 256, 16), (300, 3, 5, 16), (512, 8, 256, 32), (5000, 8, 384, 128),
-     (40, 1, 1, 16), (2049, 8, 8, 64)],
+    [(1, 8, 256, 16), (16, 8, 256, 16), (17, 8, 256, 16), (300, 3, 5, 16), (512, 8, 256, 32), (5000, 8,
+    384, 128), (40, 1, 1, 16), (2049, 8, 8, 64)],
 )  # fmt: skip
 @pytest.mark.parametrize("unused", [0.0, 0.3, 1.0])
 def test_row_lists_equal_a_stable_sort(kernels, tokens, k, experts, block_rows, unused) -> None:

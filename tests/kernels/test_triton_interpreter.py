@@ -1,9 +1,9 @@
 """The GPU kernels on a CPU, through Triton's interpreter: ``TRITON_INTERPRET=1 pytest tests/kernels``.
 
-Skipped where Triton is not installed (the CPU builds of torch bring none) or does not interpret. Limits of the
-interpreter (Triton 3.6): loops need numpy before 2.4, bfloat16 products are wrong (so the GEMMs run in float32
-here), and casts to e4m3 lose a carry into the exponent (so only scales and places are compared). The GPU suite
-has no such limits.
+Skipped where Triton is not installed (the CPU builds of torch bring none) or does not interpret. Limits of
+the interpreter (Triton 3.6): loops need numpy before 2.4, bfloat16 products are wrong (so the GEMMs run in
+float32 here), and casts to e4m3 lose a carry into the exponent (so only scales and places are compared).
+The GPU suite has no such limits.
 """
 
 from __future__ import annotations

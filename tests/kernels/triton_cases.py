@@ -39,7 +39,8 @@ def wide_expert(tensors: ExpertTensors, expert: int) -> tuple[torch.Tensor, torc
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x as the GEMMs see it, in float64: in the dtype of the weights, with a scale for 128 channels for e4m3."""
+    """x as the GEMMs see it, in float64: in the dtype of the weights, with a scale for 128 channels for
+    e4m3."""
     if dtype != torch.float8_e4m3fn:
         return x.to(dtype).double()
     values, scale = reference_quantise(x.float())
@@ -49,7 +50,8 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def reference_lanes(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, tensors: ExpertTensors
 ) -> torch.Tensor:
-    """Float64 [n, k, h]: weight * down(act) of each lane, zeros for -1; activations rounded as the GEMMs do."""
+    """Float64 [n, k, h]: weight * down(act) of each lane, zeros for -1; activations rounded as the GEMMs
+    do."""
     dtype = tensors.down.dtype
     out = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float64, device=x.device)
     seen = rounded(x, dtype)

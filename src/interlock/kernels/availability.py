@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import shutil
 import sys
@@ -24,5 +25,15 @@ def native_cpu_unavailable() -> str | None:
             f"({', '.join(COMPILER_NAMES)}) is on PATH; "
             'install one (Debian or Ubuntu: "apt-get install g++", Fedora: "dnf install gcc-c++", '
             'macOS: "xcode-select --install"), or use kernels "torch", which are slower'
+        )
+    return None
+
+
+def triton_unavailable() -> str | None:
+    """Why the kernel set "triton" cannot be imported here; None when it can. Says nothing about GPUs."""
+    if importlib.util.find_spec("triton") is None:
+        return (
+            'kernels "triton" need the package triton, which comes with the CUDA builds of torch '
+            '(a CPU build brings none); kernels "cpu" and "torch" run without a GPU'
         )
     return None

@@ -8,6 +8,8 @@ Splits write unnormalised results with their maximum and sum; ``merge_kernel`` j
 once. Without splits the sink starts the running maximum and sum.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from __future__ import annotations
 
 import torch
@@ -243,6 +245,7 @@ def paged_attention(
         merge_kernel[(tokens, heads)](
             partial, stats, sinks, query_start, out, tokens, sequences,
             heads=heads, value_width=value_width, values=values, splits=splits,
-            padded_splits=power_of_two(splits), has_sinks=sinks is not None, num_warps=1 if splits <= 8 else 4,
+            padded_splits=power_of_two(splits), has_sinks=sinks is not None,
+            num_warps=1 if splits <= 8 else 4,
         )  # fmt: skip
     return out

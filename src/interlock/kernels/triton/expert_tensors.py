@@ -1,5 +1,7 @@
 """The weights of the experts of one layer, as the GPU kernels read them. No Triton here."""
 
+# mypy: allow-untyped-calls
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -52,7 +54,8 @@ def quantise_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pad_width(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate_up [E, 2i, h], down [E, h, i] with i padded by zeros to a multiple of 128: the results are the same."""
+    """gate_up [E, 2i, h], down [E, h, i] with i padded by zeros to a multiple of 128: the results are the
+    same."""
     inter = down.shape[2]
     extra = -inter % GROUP
     if extra == 0:

@@ -24,7 +24,8 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantise_to_places(x: torch.Tensor, place_of_lane: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n, h], place_of_lane int32 [n, k] -> (e4m3 [n * k, h], scales [h / 128, n * k]) in order of places."""
+    """x [n, h], place_of_lane int32 [n, k] -> (e4m3 [n * k, h], scales [h / 128, n * k]) in order of
+    places."""
     (tokens, width), k = x.shape, place_of_lane.shape[1]
     places = tokens * k
     out = torch.empty(places, width, dtype=torch.float8_e4m3fn, device=x.device)

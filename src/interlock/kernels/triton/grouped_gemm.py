@@ -4,11 +4,13 @@ Weights are the first operand of every product (64 rows of a Hopper matrix instr
 that a block of few tokens wastes no arithmetic: [weight rows, K] x [K, tokens]. Weight tiles come through
 tensor descriptors (the bulk copy engine), gathered token rows through asynchronous copies.
 
-fp8: products of 128 channels are summed in the matrix unit, scaled by (weight block scale * token group scale)
-and accumulated in float32 registers.
+fp8: products of 128 channels are summed in the matrix unit, scaled by (weight block scale * token group
+scale) and accumulated in float32 registers.
 
 Legend: e expert, K depth, i expert width, h hidden size, P places in the row lists, B row blocks.
 """
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def gate_up_kernel(
     x, x_scales, weight, weight_scales, act, act_scales, source,
     blocks, max_blocks, x_stride, x_scale_row_stride, x_scale_stride, act_scale_stride,
     depth: tl.constexpr, inter: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
-    block_k: tl.constexpr, fp8: tl.constexpr, has_source: tl.constexpr, stages: tl.constexpr, one_block: tl.constexpr,
+    block_k: tl.constexpr, fp8: tl.constexpr, has_source: tl.constexpr, stages: tl.constexpr, one_block:
+    tl.constexpr,
 ):  # fmt: skip
     """act[p] = silu(gate_e x[source[p]]) * (up_e x[source[p]]) for every listed place p.
 

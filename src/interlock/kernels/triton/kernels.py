@@ -1,7 +1,8 @@
 """The kernel set "triton": ``Kernels`` on an NVIDIA GPU of compute capability 9.0.
 
-Bits of a row depend on the rows beside it (tiles and splits are chosen by the number of rows), so the set does
-not promise ``row_invariant``. Weights are bfloat16 or block-fp8; float32 linear weights go through torch.
+Bits of a row depend on the rows beside it (tiles and splits are chosen by the number of rows), so the set
+does not promise ``row_invariant``. Weights are bfloat16 or block-fp8; float32 linear weights go through
+torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Linear layers on the GPU: bfloat16 through the vendor's library, block-fp8 weights through our own kernels."""
+"""Linear layers on the GPU: bfloat16 through the vendor's library, block-fp8 weights through our own
+kernels."""
 
 from __future__ import annotations
 

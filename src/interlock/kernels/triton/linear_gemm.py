@@ -1,4 +1,7 @@
-"""A dense block-fp8 GEMM for few rows: weights stream past a block of tokens, split over K where N is small."""
+"""A dense block-fp8 GEMM for few rows: weights stream past a block of tokens, split over K where N is
+small."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 

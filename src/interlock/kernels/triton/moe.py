@@ -1,7 +1,10 @@
-"""The routed experts on one GPU: row lists, quantisation, two grouped GEMMs. Launches only, no synchronisation.
+"""The routed experts on one GPU: row lists, quantisation, two grouped GEMMs. Launches only, no
+synchronisation.
 
 Legend: n tokens, k lanes a token, h hidden size, i expert width, E local experts, P places of the row lists.
 """
+
+# mypy: allow-untyped-calls
 
 from __future__ import annotations
 
@@ -78,7 +81,16 @@ def token_lists(ids: torch.Tensor, weights: torch.Tensor | None, experts: int, b
 
 
 def _chunked_lists(
-    ids, weights, source, target, placed, places, cuts, max_blocks: int, experts: int, block_rows: int
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    placed: torch.Tensor | None,
+    places: torch.Tensor,
+    cuts: tuple[torch.Tensor, torch.Tensor],
+    max_blocks: int,
+    experts: int,
+    block_rows: int,
 ) -> None:
     count, k = ids.numel(), ids.shape[1]
     chunk = 256 if count <= 16384 else 1024
@@ -105,7 +117,8 @@ def segment_lists(
     weights: torch.Tensor | None,
     block_rows: int,
 ) -> RowLists:
-    """Row lists of rows that are grouped already: contiguous segments (``psum``) or a slab of ``slab_rows``."""
+    """Row lists of rows that are grouped already: contiguous segments (``psum``) or a slab of
+    ``slab_rows``."""
     experts = counts.shape[0]
     if psum is None:
         blocks = max_slab_blocks(slab_rows, experts, block_rows)
@@ -150,26 +163,41 @@ def compute(
 
 
 def _gate_up(
-    x, x_scales, experts: ExpertTensors, lists: RowLists, act, act_scales, config: MoeConfig
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    experts: ExpertTensors,
+    lists: RowLists,
+    act: torch.Tensor,
+    act_scales: torch.Tensor | None,
+    config: MoeConfig,
 ) -> None:
     tile, inter = config.gate_up, act.shape[1]
     strides = (0, 0) if x_scales is None else x_scales.stride()
     grouped_gemm.gate_up_kernel[(lists.max_blocks * -(-inter // tile.block_n),)](
-        x, x_scales, _descriptor(experts.gate_up, tile), experts.gate_up_scales, act, act_scales, lists.source,
-        lists.blocks, lists.max_blocks, x.stride(0), *strides, lists.places,
-        depth=x.shape[1], inter=inter, block_rows=lists.block_rows, block_n=tile.block_n, block_k=tile.block_k,
-        fp8=experts.fp8, has_source=lists.source is not None, stages=tile.stages, one_block=lists.one_block_an_expert, num_warps=tile.warps,
+        x, x_scales, _descriptor(experts.gate_up, tile), experts.gate_up_scales, act, act_scales,
+        lists.source, lists.blocks, lists.max_blocks, x.stride(0), *strides, lists.places,
+        depth=x.shape[1], inter=inter, block_rows=lists.block_rows, block_n=tile.block_n,
+        block_k=tile.block_k, fp8=experts.fp8, has_source=lists.source is not None,
+        stages=tile.stages, one_block=lists.one_block_an_expert, num_warps=tile.warps,
     )  # fmt: skip
 
 
-def _down(act, act_scales, experts: ExpertTensors, lists: RowLists, out, config: MoeConfig) -> None:
+def _down(
+    act: torch.Tensor,
+    act_scales: torch.Tensor | None,
+    experts: ExpertTensors,
+    lists: RowLists,
+    out: torch.Tensor,
+    config: MoeConfig,
+) -> None:
     tile, hidden = config.down, experts.down.shape[1]
     grouped_gemm.down_kernel[(lists.max_blocks * -(-hidden // tile.block_n),)](
-        act, act_scales, _descriptor(experts.down, tile), experts.down_scales, out, lists.target, lists.weight,
-        lists.blocks, lists.max_blocks, lists.places, out.stride(0),
+        act, act_scales, _descriptor(experts.down, tile), experts.down_scales, out, lists.target,
+        lists.weight, lists.blocks, lists.max_blocks, lists.places, out.stride(0),
         depth=act.shape[1], hidden=hidden, block_rows=lists.block_rows, block_n=tile.block_n,
         block_k=tile.block_k, fp8=experts.fp8, has_target=lists.target is not None,
-        has_weights=lists.weight is not None, stages=tile.stages, one_block=lists.one_block_an_expert, num_warps=tile.warps,
+        has_weights=lists.weight is not None, stages=tile.stages, one_block=lists.one_block_an_expert,
+        num_warps=tile.warps,
     )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """RMS norm, alone or with the residual sum before it and quantisation after it; SwiGLU of a fused gate_up."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from __future__ import annotations
 
 import torch

@@ -33,7 +33,8 @@ def placed_rows(
 def compute(
     rows: torch.Tensor, row_scales: torch.Tensor, experts: ExpertTensors, lists: RowLists, out: torch.Tensor
 ) -> None:
-    """out[target[p]] = weight[p] * down(silu(gate rows[p]) * up rows[p]); i and h multiples of 128 and 256."""
+    """out[target[p]] = weight[p] * down(silu(gate rows[p]) * up rows[p]); i and h multiples of 128 and
+    256."""
     _, hidden, inter = experts.down.shape
     act = torch.empty(lists.places, inter, dtype=rows.dtype, device=rows.device)
     act_scales = torch.empty(inter // GROUP, lists.places, dtype=torch.float32, device=rows.device)
@@ -41,13 +42,14 @@ def compute(
     gate_up_counter, down_counter = torch.zeros(2, 4, dtype=torch.int32, device=rows.device)
     pipelined_gemm.pipelined_gate_up_kernel[(programs,)](
         _descriptor(rows, 64), row_scales, _descriptor(experts.gate_up.flatten(0, 1), 128),
-        experts.gate_up_scales, act, act_scales, lists.blocks, lists.block_count, gate_up_counter, lists.max_blocks, row_scales.stride(0), act_scales.stride(0),
+        experts.gate_up_scales, act, act_scales, lists.blocks, lists.block_count, gate_up_counter,
+        lists.max_blocks, row_scales.stride(0), act_scales.stride(0),
         depth=hidden, inter=inter, stages=STAGES, num_warps=4,
     )  # fmt: skip
     pipelined_gemm.pipelined_down_kernel[(programs,)](
         _descriptor(act, 64), act_scales, _descriptor(experts.down.flatten(0, 1), 128), experts.down_scales,
-        out, lists.target, lists.weight, lists.blocks, lists.block_count, down_counter, lists.max_blocks, act_scales.stride(0), out.stride(0),
-        depth=inter, hidden=hidden, stages=STAGES,
+        out, lists.target, lists.weight, lists.blocks, lists.block_count, down_counter, lists.max_blocks,
+        act_scales.stride(0), out.stride(0), depth=inter, hidden=hidden, stages=STAGES,
         has_target=lists.target is not None, has_weights=lists.weight is not None, num_warps=4,
     )  # fmt: skip
 

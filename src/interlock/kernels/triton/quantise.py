@@ -4,6 +4,8 @@ Scales are stored channel-group first, [h / 128, rows], so that a GEMM reads the
 from one cache line. Reference: ``row_blocks.reference_quantise``.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from __future__ import annotations
 
 import triton

@@ -1,5 +1,7 @@
 """Rotary embedding of queries and keys, value scale, and the write into the paged cache, in one launch."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from __future__ import annotations
 
 import torch

@@ -10,6 +10,8 @@ Legend: R lanes (tokens * k), C chunks of lanes, E local experts, B row blocks o
 Ids are local expert ids; -1 lanes get no place.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from __future__ import annotations
 
 import triton

@@ -1,5 +1,7 @@
 """Host side of the row lists: their static sizes, and what they must hold. No Triton here."""
 
+# mypy: allow-untyped-calls
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -90,7 +92,8 @@ def reference_lists(
 
 
 def reference_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n, h] -> (e4m3 [n, h], float32 scales [h / 128, n]); scale = max |group| / 448, at least 1e-12 / 448."""
+    """x [n, h] -> (e4m3 [n, h], float32 scales [h / 128, n]); scale = max |group| / 448, at least 1e-12 /
+    448."""
     groups = x.to(torch.float32).unflatten(1, (-1, 128))
     scale = groups.abs().amax(2).clamp_min(1e-12) / 448.0
     quantised = (groups / scale[:, :, None]).clamp(-448, 448).flatten(1).to(torch.float8_e4m3fn)

@@ -14,7 +14,8 @@ TABLE = "tuned_h200.json"
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One GEMM's launch: ``block_n`` weight rows by ``block_k`` channels a step, ``stages`` steps in flight."""
+    """One GEMM's launch: ``block_n`` weight rows by ``block_k`` channels a step, ``stages`` steps in
+    flight."""
 
     block_n: int
     block_k: int
