@@ -17,6 +17,7 @@ from interlock.engine.receipts import observe_scheduler
 from interlock.engine.sampler import Sampler
 from interlock.engine.scheduler import Scheduler
 from interlock.launch import plan_launch
+from interlock.moe.a2a.base import ContractError
 from interlock.options import Options
 from interlock.parallel.topology import Groups
 from interlock.plan.launch_plan import LaunchPlan
@@ -48,7 +49,10 @@ class InProcessArm:
         with torch.inference_mode():
             self._runner.load()
             change(self._runner)
-            self._runner.warm_up()
+            try:
+                self._runner.warm_up()
+            except ContractError as error:
+                raise ArmError(f"did not start: {error}") from None
         self._scheduler = Scheduler(plan)
         self._sampler = Sampler()
         self.receipts: dict[int, dict[str, object]] = {
