@@ -59,6 +59,17 @@ def test_whole_table_is_planned_or_refused_with_both_names(a2a: str, runner: str
         weight_format=weight_format, dtype="float32" if weight_format == "float32" else "bfloat16"
     )
     options = Options.of(model="m", tp_size=2, moe_a2a_backend=a2a, moe_runner_backend=runner)
+    if "cpu" not in REGISTERED.runners[runner].devices:
+        with pytest.raises(Refusal) as caught:
+            resolve(options, card, machine())
+        for word in (
+            f"--moe-runner-backend {runner}",
+            f"--moe-a2a-backend {a2a}",
+            "not on cpu",
+            "what would work",
+        ):
+            assert word in str(caught.value)
+        return
     plan = resolve(options, card, machine())
     assert (plan.moe_a2a_backend, plan.moe_runner_backend) == (a2a, runner)
     for layout in (plan.moe_layout_prefill, plan.moe_layout_decode):
@@ -77,7 +88,7 @@ def test_auto_passes_over_a_runner_that_does_not_go_with_the_backend() -> None:
     """A runner picked without looking at the backend is impossible: the join decides, and says why."""
     plan = plan_for(declared=with_runner(layouts=REPLICATED), tp_size=2, moe_a2a_backend="collective")
     assert plan.moe_runner_backend == "torch"
-    assert "passed over: cpu" in plan.provenance["moe_runner_backend"].reason
+    assert "cpu in prefill it takes rows as replicated" in plan.provenance["moe_runner_backend"].reason
 
 
 def test_no_runner_at_all_is_refused_with_every_reason() -> None:
@@ -193,7 +204,10 @@ def test_models_without_experts_refuse_what_would_be_inert() -> None:
 def test_matrix_covers_every_combination_with_a_reason_where_it_is_not_ready() -> None:
     cells = list(matrix(REGISTERED, machine(), device="cpu", kernels="cpu"))
     assert len(cells) == len(REGISTERED.a2a) * len(REGISTERED.runners) * 3 * len(Phase)
-    assert all(cell.problem is None and cell.layout for cell in cells)
+    for cell in cells:
+        runs_here = "cpu" in REGISTERED.runners[cell.runner].devices
+        assert (cell.problem is None and cell.layout is not None) == runs_here
+        assert runs_here or "not on cpu" in str(cell.problem)
     on_gpu = list(matrix(REGISTERED, gpu_machine(), device="cuda", kernels="torch"))
     problems = {cell.problem for cell in on_gpu if cell.a2a == "shared_memory"}
     assert problems == {"runs on cpu, not on cuda"}
