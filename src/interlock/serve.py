@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import uvicorn
+
 from interlock.engine.client import Engine
 from interlock.engine.endpoints import Place
 from interlock.engine.remote_node import RemoteNode
@@ -54,6 +56,7 @@ async def _answer(engine: Engine, plan: LaunchPlan, api_key: str | None, listene
     server = make_server(app, log_level=plan.log_level, drain_seconds=DRAIN_SECONDS)
     host, port = listener.getsockname()[:2]
     logger.info("ready: http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    _stop_on_signals(server)
     answering = asyncio.create_task(server.serve(sockets=[listener]))
     dying = asyncio.create_task(engine.wait_dead())
     leaving = asyncio.create_task(engine.wait_leaving())
@@ -69,6 +72,16 @@ async def _answer(engine: Engine, plan: LaunchPlan, api_key: str | None, listene
     server.should_exit = server.force_exit = True
     await answering
     raise EngineDeadError(dying.result())
+
+
+def _stop_on_signals(server: uvicorn.Server) -> None:
+    """From now on a signal lets running requests finish, which is an orderly end.
+
+    The server catches signals itself, and raises them again when it is done.
+    """
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, setattr, server, "should_exit", True)
 
 
 @contextmanager

@@ -61,6 +61,11 @@ class RemoteNode:
         """
         address = f"ipc://{self._directory}/reports"
         self._reports.bind(address)
+        first, last = self._place.ranks[0], self._place.ranks[-1]
+        logger.info(
+            "node %d: ranks %d to %d of %d; requests are answered on node 0, which is awaited at %s",
+            *(self._place.node_rank, first, last, self._plan.tp_size, self._plan.dist_init),
+        )
         ranks = RankProcesses(self._plan, self._place, store=self._place.resolved_store(), reports=address)
         try:
             with _on_signal(self._leave):
