@@ -100,6 +100,10 @@ class Process:
                 continue
         return sorted(found, key=lambda child: child.pid)
 
+    def command_line(self) -> list[str]:
+        """What every user of the machine sees."""
+        return psutil.Process(self.popen.pid).cmdline()
+
     def end(self) -> None:
         """Kill it and everything below, whatever state it is in."""
         try:
