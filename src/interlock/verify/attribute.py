@@ -6,6 +6,7 @@ compute from it through attention, follows from that cause. Untainted positions 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -13,10 +14,11 @@ import torch
 
 from interlock.verify.trace import LayerRoutes, Trace
 
-ROUNDING = {"float32": 2e-5, "bfloat16": 0.02}
-"""Relative difference of a layer's output (to the row's largest entry) that counts as rounding, in the first
-layer; it may grow in proportion to the depth."""
-SCORE_ROUNDING = {"float32": 1e-5, "bfloat16": 0.02}
+MIXED = "float32 and bfloat16"
+ROUNDING = {"float32": 2e-5, "bfloat16": 0.02, MIXED: 0.05}
+"""Relative difference of a layer's output (to the row's largest entry) that counts as rounding in the first
+layer, by the precision of both arms; it may grow with the square root of the depth, as random errors do."""
+SCORE_ROUNDING = {"float32": 1e-5, "bfloat16": 0.02, MIXED: 0.05}
 """The same for the router's scores, absolute."""
 
 
@@ -91,7 +93,7 @@ class _Walk:
 
     control: Trace
     candidate: Trace
-    dtype: str
+    precision: str
     tainted: torch.Tensor
     flips: list[Flip] = field(default_factory=list)
     first_rounding: tuple[str, int, int, float] | None = None
@@ -109,7 +111,7 @@ class _Walk:
         if self.first_rounding is None and bool((untainted > 0).any()):
             row = int((untainted > 0).nonzero()[0])
             self.first_rounding = (label, layer, row, float(untainted[row]))
-        rows = (untainted > ROUNDING[self.dtype] * (1 + layer)).nonzero()
+        rows = (untainted > ROUNDING[self.precision] * _growth(layer)).nonzero()
         return (int(rows[0]), float(untainted[rows[0]])) if len(rows) else None
 
     def taint_later(self) -> None:
@@ -117,15 +119,25 @@ class _Walk:
         self.tainted = self.tainted.cumsum(0) > 0
 
 
-def attribute(control: Trace, candidate: Trace, dtype: str) -> Attribution:
-    """The first cause that two traces of the same positions show. ``dtype``: the coarser arm's.
+def precision_of(*dtypes: str) -> str:
+    """Key of ``ROUNDING`` for the dtypes that two arms compute and cache in."""
+    distinct = {dtype if dtype in ROUNDING else "bfloat16" for dtype in dtypes}
+    return distinct.pop() if len(distinct) == 1 else MIXED
+
+
+def _growth(layer: int) -> float:
+    return math.sqrt(1 + layer)
+
+
+def attribute(control: Trace, candidate: Trace, precision: str) -> Attribution:
+    """The first cause that two traces of the same positions show; ``precision`` from ``precision_of``.
 
     Raises:
         ValueError: the traces are of different positions or layers.
     """
     if not torch.equal(control.positions, candidate.positions) or control.layers != candidate.layers:
         raise ValueError("the traces are not of the same positions")
-    walk = _Walk(control, candidate, dtype, torch.zeros(len(control.positions), dtype=torch.bool))
+    walk = _Walk(control, candidate, precision, torch.zeros(len(control.positions), dtype=torch.bool))
     layers = tuple(_difference(walk, layer) for layer in control.layers)
     found = None
     for layer in control.layers:
@@ -169,7 +181,7 @@ def _fault(walk: _Walk, layer: int, part: str, origin: Origin) -> Attribution | 
 def _choices(walk: _Walk, layer: int, ours: LayerRoutes, theirs: LayerRoutes) -> Attribution | None:
     """Excuse choices that differ at a near tie (both routers score alike); report the first other one."""
     differs = (ours.ids != theirs.ids).any(-1) & ~walk.tainted
-    limit = SCORE_ROUNDING[walk.dtype] * (1 + layer)
+    limit = SCORE_ROUNDING[walk.precision] * _growth(layer)
     for row in differs.nonzero().flatten().tolist():
         before, after = (set(routes.ids[row].tolist()) - {-1} for routes in (ours, theirs))
         left, joined = tuple(sorted(before - after)), tuple(sorted(after - before))
@@ -187,7 +199,7 @@ def _choices(walk: _Walk, layer: int, ours: LayerRoutes, theirs: LayerRoutes) ->
 def _weights(walk: _Walk, layer: int, ours: LayerRoutes, theirs: LayerRoutes) -> Attribution | None:
     apart = (ours.weights - theirs.weights).abs().amax(-1).masked_fill(walk.tainted, 0.0)
     scale = ours.weights.abs().amax(-1).clamp_min(1e-30)
-    rows = (apart / scale > ROUNDING[walk.dtype] * (1 + layer)).nonzero()
+    rows = (apart / scale > ROUNDING[walk.precision] * _growth(layer)).nonzero()
     if not len(rows):
         return None
     row = int(rows[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 from interlock.engine.messages import Inspection
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.verify.arm import Arm, Ask, Scored
-from interlock.verify.attribute import Attribution, Origin, attribute
+from interlock.verify.attribute import Attribution, Origin, attribute, precision_of
 from interlock.verify.compare import Comparison, Outcome, compare, promises_same_bits
 from interlock.verify.describe import differing_items, fault_text, flip_text, order_text
 from interlock.verify.findings import Cause, Diagnosis, Finding
@@ -106,8 +106,9 @@ class Diagnostician:
     folder: Path
 
     @property
-    def _dtype(self) -> str:
-        return "bfloat16" if "bfloat16" in (self.control.dtype, self.candidate.dtype) else "float32"
+    def _precision(self) -> str:
+        plans = (self.control, self.candidate)
+        return precision_of(*(dtype for plan in plans for dtype in (plan.dtype, plan.kv_cache_dtype)))
 
     @property
     def _promised(self) -> bool:
@@ -126,7 +127,7 @@ class Diagnostician:
         return compare(control.scored, candidate.scored, self.tolerance)
 
     def _attribute(self, control: Rerun, candidate: Rerun) -> Attribution:
-        return attribute(control.trace, candidate.trace, self._dtype)
+        return attribute(control.trace, candidate.trace, self._precision)
 
     def _prefix(self, finding: Finding) -> Diagnosis:
         """Cold runs agree to the last bit; only the run on a cached prefix differs."""

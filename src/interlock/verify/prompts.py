@@ -75,8 +75,10 @@ def chosen_lengths(
     chunk = min(plan.chunked_prefill_size for plan in plans)
     chosen: dict[int, str] = {}
     for length, label in _edges(plans, chunk):
-        if 1 <= length <= min(chunk, limit) and len(chosen) < COUNT - BEYOND_CHUNK:
-            chosen.setdefault(length, label)
+        if length in chosen:
+            chosen[length] += f", {label}"
+        elif 1 <= length <= min(chunk, limit) and len(chosen) < COUNT - BEYOND_CHUNK:
+            chosen[length] = label
     _fill(chosen, min(chunk, limit), COUNT - BEYOND_CHUNK)
     for length, label in _beyond(plans, chunk):
         if length <= limit and len(chosen) < COUNT:
@@ -90,7 +92,8 @@ def _edges(plans: Sequence[LaunchPlan], chunk: int) -> Iterator[tuple[int, str]]
     """Lengths within the chunk, the most telling first."""
     yield 1, "one token"
     yield chunk, "chunk"
-    yield chunk - 1, "chunk - 1"
+    if chunk > 2:
+        yield chunk - 1, "chunk - 1"
     edges = [(plan.page_size, "page") for plan in plans]
     edges += [
         (layer.attention.window, "window")
