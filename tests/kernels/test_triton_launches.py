@@ -1,0 +1,99 @@
+"""Launch arguments of the persistent kernels: each goes to its parameter. Needs Triton, no GPU."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from interlock.kernels.triton.expert_tensors import ExpertTensors, quantise_blocks
+from interlock.kernels.triton.row_blocks import reference_lists
+from tests.kernels.triton_cases import random_routes
+
+pytest.importorskip("triton", reason="Triton is not installed: torch's CPU builds bring none")
+
+from interlock.kernels.triton import pipelined, pipelined_gemm
+
+HIDDEN, INTER, EXPERTS, PROGRAMS = 256, 128, 3, 132
+
+
+class Recorder:
+    """Stands in for a kernel: binds the launch to the kernel's parameters."""
+
+    def __init__(self, kernel) -> None:
+        self._signature = inspect.signature(kernel.fn)
+        self.launches: list[tuple[tuple[int, ...], dict[str, object]]] = []
+
+    def __getitem__(self, grid):
+        def launch(*args, num_warps: int, **named) -> None:
+            assert num_warps == 4
+            bound = self._signature.bind(*args, **named)
+            self.launches.append((grid, dict(bound.arguments)))
+
+        return launch
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    recorders = {}
+    for name in ("pipelined_gate_up_kernel", "pipelined_down_kernel"):
+        recorders[name] = Recorder(getattr(pipelined_gemm, name))
+        monkeypatch.setattr(pipelined_gemm, name, recorders[name])
+    facts = SimpleNamespace(multi_processor_count=PROGRAMS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    return recorders
+
+
+def test_experts(kernels) -> None:
+    gate_up, gate_up_scales = quantise_blocks(torch.randn(EXPERTS, 2 * INTER, HIDDEN))
+    down, down_scales = quantise_blocks(torch.randn(EXPERTS, HIDDEN, INTER))
+    experts = ExpertTensors(gate_up, down, gate_up_scales, down_scales)
+    lists = reference_lists(*random_routes(50, 2, EXPERTS, device="cpu"), EXPERTS, pipelined.BLOCK_ROWS)
+    rows = torch.zeros(lists.places, HIDDEN, dtype=torch.float8_e4m3fn)
+    row_scales = torch.zeros(HIDDEN // 128, lists.places)
+    out = torch.zeros(100, HIDDEN, dtype=torch.bfloat16)
+    pipelined.compute(rows, row_scales, experts, lists, out)
+    [(grid, first)] = kernels["pipelined_gate_up_kernel"].launches
+    assert grid == (PROGRAMS,)
+    assert first["rows"].base is rows
+    assert first["rows"].block_shape == [64, 128]
+    assert list(first["weight"].shape) == [EXPERTS * 2 * INTER, HIDDEN]
+    assert first["weight_scales"] is gate_up_scales
+    assert (first["depth"], first["inter"]) == (HIDDEN, INTER)
+    [(_, second)] = kernels["pipelined_down_kernel"].launches
+    assert second["rows"].base is first["act"]
+    assert second["row_scales"] is first["act_scales"]
+    assert list(second["weight"].shape) == [EXPERTS * HIDDEN, INTER]
+    assert second["weight_scales"] is down_scales
+    for name, wanted in (("out", out), ("target", lists.target), ("row_weights", lists.weight)):
+        assert second[name] is wanted
+    assert (second["depth"], second["hidden"]) == (INTER, HIDDEN)
+    assert (second["has_target"], second["has_weights"]) == (True, True)
+    assert second["out_stride"] == HIDDEN
+    for launch in (first, second):
+        assert launch["blocks"] is lists.blocks
+        assert launch["block_count"] is lists.block_count
+        assert launch["max_blocks"] == lists.max_blocks
+        assert launch["row_scale_stride"] == lists.places
+        assert int(launch["counter"][0]) == 0
+    assert first["counter"].data_ptr() != second["counter"].data_ptr()
+    assert first["act_scale_stride"] == lists.places
+
+
+@pytest.mark.parametrize("count", [1, 128, 300])
+def test_a_dense_weight_is_one_expert(kernels, count) -> None:
+    weight, scales = quantise_blocks(torch.randn(512, HIDDEN))
+    rows = torch.zeros(count, HIDDEN, dtype=torch.float8_e4m3fn)
+    out = torch.zeros(count, 512)
+    pipelined.dense(rows, torch.zeros(HIDDEN // 128, count), weight, scales, out)
+    [(_, launch)] = kernels["pipelined_down_kernel"].launches
+    expert, first, end, leader, size = launch["blocks"]
+    assert int(launch["block_count"]) == launch["max_blocks"] == len(first) == -(-count // 128)
+    assert first.tolist() == list(range(0, count, 128))
+    assert end.tolist() == [min(start + 128, count) for start in first.tolist()]
+    assert not expert.any()
+    assert not leader.any()
+    assert bool((size == len(first)).all())
+    assert (launch["depth"], launch["hidden"], launch["has_target"]) == (HIDDEN, 512, False)
