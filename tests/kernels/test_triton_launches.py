@@ -82,6 +82,17 @@ def test_experts(kernels) -> None:
     assert first["act_scale_stride"] == lists.places
 
 
+@pytest.mark.parametrize(
+    ("hidden", "block_rows", "fp8", "wanted"),
+    [(256, 128, True, True), (384, 128, True, False), (256, 64, True, False), (256, 128, False, False)],
+)
+def test_what_fits(hidden, block_rows, fp8, wanted) -> None:
+    scales = torch.ones(1) if fp8 else None
+    experts = ExpertTensors(torch.zeros(1, 256, hidden), torch.zeros(1, hidden, 128), scales, scales)
+    lists = reference_lists(torch.zeros(1, 1, dtype=torch.int64), None, 1, block_rows)
+    assert pipelined.fits(experts, lists) == wanted
+
+
 @pytest.mark.parametrize("count", [1, 128, 300])
 def test_a_dense_weight_is_one_expert(kernels, count) -> None:
     weight, scales = quantise_blocks(torch.randn(512, HIDDEN))

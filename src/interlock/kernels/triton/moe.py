@@ -145,7 +145,7 @@ def compute(
 
     x [*, h] bfloat16, or e4m3 with x_scales float32 [*, h / 128] (any strides) when the weights are e4m3.
     """
-    if config.pipelined and experts.fp8 and lists.block_rows == pipelined.BLOCK_ROWS:
+    if config.pipelined and pipelined.fits(experts, lists):
         rows = pipelined.placed_rows(x, x_scales, lists)
         if rows is not None:
             pipelined.compute(*rows, experts, lists, out)

@@ -17,6 +17,12 @@ COLUMNS = 256
 """Result columns of a tile; the width of the result must be a multiple."""
 
 
+def fits(experts: ExpertTensors, lists: RowLists) -> bool:
+    """Whether the persistent kernels can compute these weights with these lists."""
+    hidden = experts.down.shape[1]
+    return experts.fp8 and lists.block_rows == BLOCK_ROWS and hidden % COLUMNS == 0
+
+
 def placed_rows(
     x: torch.Tensor, x_scales: torch.Tensor | None, lists: RowLists
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
