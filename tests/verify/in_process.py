@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from interlock.engine.sampler import Sampler
 from interlock.engine.scheduler import Scheduler
 from interlock.launch import plan_launch
 from interlock.moe.a2a.base import ContractError
-from interlock.options import Options
+from interlock.options import OPTIONS, Options
 from interlock.parallel.topology import Groups
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.verify.arm import ArmError, Ask, Scored
@@ -111,4 +111,9 @@ def side(
         with closing(patches()):
             return InProcessArm(plan, change)
 
-    return Side(name, str(options), plan, start)
+    return Side(name, as_flags(options), plan, start)
+
+
+def as_flags(options: Mapping[str, object]) -> str:
+    """Options as on a command line."""
+    return " ".join(OPTIONS[name].paste(value) for name, value in options.items())

@@ -82,9 +82,9 @@ def read_evidence(path: Path) -> Evidence:
 
 
 def entries(folders: Iterable[Path]) -> Iterator[Entry]:
-    """Every ``*.json`` below ``folders``, in order of name; unreadable ones with the reason."""
+    """Every ``*.json`` in ``folders`` (not in folders of them), by name; unreadable ones with the reason."""
     for folder in folders:
-        for path in sorted(folder.rglob(f"*{SUFFIX}")) if folder.is_dir() else ():
+        for path in sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else ():
             try:
                 yield Entry(path, read_evidence(path))
             except InterlockError as error:
