@@ -88,6 +88,9 @@ def summary(report: Report) -> str:
     others = [outcome for outcome in outcomes if outcome.outcome != "bit-identical"]
     for cause in dict.fromkeys(outcome.cause for outcome in others):
         members = [outcome for outcome in others if outcome.cause == cause]
+        if len(members) == len(outcomes):
+            text += f"; {cause}: all"
+            continue
         numbers = ", ".join(f"#{outcome.index + 1} ({outcome.tokens} tokens)" for outcome in members)
         text += f"; {cause}: {numbers}"
     return text + f". Verdict: {report.evidence.verdict}."

@@ -33,14 +33,22 @@ def render(report: Report) -> Group:
             f"{prompt.mean_kl:.1e}" if outcome.largest else "0",
             Text(outcome.cause, "red" if not outcome.explained else ""),
         )
-    lines = [Text(f"{arm.name}: {_arm(arm)}") for arm in evidence.arms]
-    lines += [
-        Text(f"#{prompt.outcome.index + 1}: {prompt.outcome.details}")
-        for prompt in report.prompts
-        if prompt.outcome.details
-    ]
+    arms = [Text(f"{arm.name}: {_arm(arm)}") for arm in evidence.arms]
     verdict = Text(summary(report), "bold red" if evidence.verdict == "unexplained" else "bold green")
-    return Group(*lines[: len(evidence.arms)], table, *lines[len(evidence.arms) :], verdict)
+    return Group(*arms, table, *_details(report), verdict)
+
+
+def _details(report: Report) -> list[Text]:
+    """The worst prompt of each cause in full, and how many are like it; every unexplained one."""
+    lines = []
+    outcomes = [prompt.outcome for prompt in report.prompts if prompt.outcome.details]
+    for cause in dict.fromkeys(outcome.cause for outcome in outcomes):
+        members = sorted((o for o in outcomes if o.cause == cause), key=lambda o: -o.largest)
+        shown = members if cause == "unexplained" else members[:1]
+        lines += [Text(f"#{outcome.index + 1}: {outcome.details}") for outcome in shown]
+        if len(members) > len(shown):
+            lines.append(Text(f"    and {len(members) - len(shown)} more: {cause}"))
+    return lines
 
 
 def _arm(arm: Arm) -> str:
