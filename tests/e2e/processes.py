@@ -140,7 +140,7 @@ class Served:
         return httpx.post(self.url + path, json=body, timeout=60, **options)
 
     def receipts(self) -> dict[int, dict[str, Any]]:
-        return {int(rank): items for rank, items in self.get("/plan").json()["receipts"].items()}
+        return {int(rank): items for rank, items in sorted(self.get("/plan").json()["receipts"].items())}
 
     def provenance(self, item: str) -> dict[str, str]:
         found: dict[str, str] = self.get("/plan").json()["plan"]["provenance"][item]

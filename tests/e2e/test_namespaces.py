@@ -20,7 +20,8 @@ from tests.e2e.processes import BASE, READY, SERVE, answers, assert_same_answers
 PORT, HTTP_PORT = 29500, 8000
 ASK = """
 import sys, httpx
-answer = httpx.post(sys.argv[1], content=sys.argv[2], headers={"content-type": "application/json"}, timeout=60)
+kind = {"content-type": "application/json"}
+answer = httpx.post(sys.argv[1], content=sys.argv[2], headers=kind, timeout=60)
 print(answer.text)
 """
 
