@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import httpx
 import msgspec
 
 from interlock.bench.decode import DecodeResult, Point, tokens_per_second
@@ -92,7 +93,7 @@ def decode_evidence(
             Measurement(
                 name="decode_crossover",
                 arm=cross.faster,
-                value=cross.batch,
+                value=float(cross.batch),
                 unit="sequences",
                 conditions={
                     "tool": "decode",
@@ -217,7 +218,7 @@ def prefill_evidence(result: PrefillResult, options: Mapping[str, str], facts: M
 
 
 def serve_evidence(result: ServeResult, facts: MachineFacts, name: str, max_failures: float) -> Evidence:
-    """Evidence of ``bench serve``. The device is the server's where it shows its plan, else unknown."""
+    """Evidence of ``bench serve``. The device is known of an Interlock server on this machine only."""
     spec, figures, plan = result.spec, result.figures, result.server.typed_plan()
     arm = Arm(
         name=name, plan=result.server.plan, receipts=result.server.receipts, url=spec.base_url, options=""
@@ -233,8 +234,8 @@ def serve_evidence(result: ServeResult, facts: MachineFacts, name: str, max_fail
             name=result.server.model, family="", architecture="", config_hash="", weight_format=""
         ),
         device=device_facts(plan, facts)
-        if plan is not None
-        else DeviceFacts(kind="unknown", name="the server's", key="unknown"),
+        if plan is not None and _is_here(spec.base_url)
+        else DeviceFacts(kind=plan.device if plan else "unknown", name="the server's", key="unknown"),
         facts=facts if plan is not None else msgspec.structs.replace(facts, packages={}),
         arms=[arm],
         measurements=_serve_measurements(result, name),
@@ -247,6 +248,10 @@ def serve_evidence(result: ServeResult, facts: MachineFacts, name: str, max_fail
         ],
         verdict="measured" if figures.failure_rate <= max_failures else "invalid",
     )
+
+
+def _is_here(base_url: str) -> bool:
+    return httpx.URL(base_url).host in ("localhost", "127.0.0.1", "::1")
 
 
 def _serve_measurements(result: ServeResult, arm: str) -> list[Measurement]:

@@ -24,6 +24,8 @@ SHOWN = ("batch", "chunk_delivered", "tokens", "percentile", "layout", "part")
 
 def spread(figure: Figure, scale: float = 1.0, digits: int = 3) -> str:
     """``12.3 (12.1 to 12.9)``: the median and the least and most of the rounds."""
+    if len(figure.samples) == 1:
+        return f"{figure.median * scale:.{digits}g}"
     low, high = figure.least * scale, figure.most * scale
     return f"{figure.median * scale:.{digits}g} ({low:.{digits}g} to {high:.{digits}g})"
 

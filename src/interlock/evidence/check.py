@@ -33,7 +33,7 @@ def problems(evidence: Evidence) -> list[str]:
     found = []
     if evidence.digest != digest_of(evidence):
         found.append("the digest does not match the content: the file was changed after it was written")
-    if not evidence.arms or evidence.arms[-1].plan is None:
+    if not evidence.arms or (evidence.kind == "verify" and evidence.arms[-1].plan is None):
         return [*found, "it holds no plan of the engine that it is about"]
     if evidence.kind == "verify" and len(evidence.arms) != 2:
         found.append(f"a comparison has two arms, this one has {len(evidence.arms)}")

@@ -153,6 +153,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 def digest_of(evidence: Evidence) -> str:
     """sha256 of the canonical JSON without the digest itself."""
     content = msgspec.to_builtins(msgspec.structs.replace(evidence, digest=""), enc_hook=str)
+    content = msgspec.to_builtins(msgspec.convert(content, Evidence))  # 2 in a float field reads back as 2.0
     return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
 
 
