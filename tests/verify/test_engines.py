@@ -146,3 +146,13 @@ def test_what_cannot_run_is_exit_code_two_with_the_reason(
 ) -> None:
     assert run(["verify", str(tiny), "--no-record", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_attention_replicas_take_turns(tiny: Path, tmp_path: Path) -> None:
+    """With two replicas, the traces come from the ranks of both."""
+    plan = make_plan(tiny, tp_size=2, attn_dp_size=2, moe_a2a_backend="collective")
+    with closing(EngineArm(plan)) as arm:
+        for turn in range(3):
+            arm.score(Ask(TEXT, forced=(9,), turn=turn, inspection=Inspection(trace=str(tmp_path))))
+            ranks = {path.name[:5] for path in tmp_path.glob("rank*")}
+            assert ranks == ({"rank0"} if turn == 0 else {"rank0", "rank1"})

@@ -132,13 +132,15 @@ class Engine:
         """Send without waiting: sockets have no limit, so the message is queued at once."""
         self._inputs[replica].send(self._encoder.encode(message), zmq.NOBLOCK)
 
-    async def stream(self, request: AddRequest) -> AsyncIterator[TokenDelta]:
+    async def stream(self, request: AddRequest, *, replica: int | None = None) -> AsyncIterator[TokenDelta]:
+        """See ``EngineClient``. ``replica``: which one computes it; by default the one with the least load."""
         if self._failure is not None:
             raise EngineDeadError(self._failure)
         if request.request_id in self._queues:
             raise RequestError(f"a request with the id {request.request_id!r} is still running")
         queue: asyncio.Queue[TokenDelta | EngineDeadError] = asyncio.Queue()
-        replica = min(range(len(self._load)), key=self._load.__getitem__)
+        if replica is None:
+            replica = min(range(len(self._load)), key=self._load.__getitem__)
         self._queues[request.request_id] = queue
         self._replica_of[request.request_id] = replica
         self._load[replica] += 1

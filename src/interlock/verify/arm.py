@@ -26,6 +26,7 @@ class Ask:
         score_prompt: score the prompt's tokens too. Without it, a cached prefix may be reused.
         flush: empty the prefix cache first.
         inspection: chunk limit, trace, forced routes; engines started here only.
+        turn: engines with several attention replicas take them in turn, so that all are compared.
     """
 
     token_ids: tuple[int, ...]
@@ -35,6 +36,7 @@ class Ask:
     score_prompt: bool = True
     flush: bool = True
     inspection: Inspection = field(default_factory=Inspection)
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ class Case:
                 token_ids=self.token_ids[: self.prompt_len],
                 forced=self.token_ids[self.prompt_len :],
                 inspection=inspection,
+                turn=self.finding.index,
             )
         )
         return Rerun(scored, read_trace(folder))

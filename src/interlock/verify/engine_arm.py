@@ -49,7 +49,8 @@ class EngineArm:
         if ask.flush:
             await self._engine.flush_cache()
         request = add_request(ask)
-        deltas = [delta async for delta in self._engine.stream(request)]
+        replica = ask.turn % self._engine.plan.attn_dp_size
+        deltas = [delta async for delta in self._engine.stream(request, replica=replica)]
         last = deltas[-1]
         if last.finish_reason == "error":
             raise ArmError(last.error or "the engine refused the request")

@@ -142,6 +142,7 @@ def _score_all(
                 forced=forced[index] if forced else (),
                 continuation=settings.continuation,
                 alternatives=settings.alternatives,
+                turn=index,
             )
             cold.append(_scored(side, arm, ask))
             again = None
