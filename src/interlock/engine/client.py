@@ -133,7 +133,7 @@ class Engine:
         self._inputs[replica].send(self._encoder.encode(message), zmq.NOBLOCK)
 
     async def stream(self, request: AddRequest, *, replica: int | None = None) -> AsyncIterator[TokenDelta]:
-        """See ``EngineClient``. ``replica``: which one computes it; by default the one with the least load."""
+        """See ``EngineClient``. ``replica``: who computes it; by default the one with the least load."""
         if self._failure is not None:
             raise EngineDeadError(self._failure)
         if request.request_id in self._queues:
