@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+import interlock.bench
 from interlock.kernels.base import ExpertRows
 from interlock.kernels.cpu.build import build_library
 from interlock.kernels.cpu.kernels import CpuKernels
@@ -38,7 +39,7 @@ def best(seconds: float, function: Callable[[], object]) -> float:
 
 def read_bandwidth(threads: int, seconds: float) -> float:
     """Bytes per second of reading ``UNIT_BYTES`` of cold memory with ``threads`` threads."""
-    sources = Path(__file__).parent / "native"
+    sources = Path(interlock.bench.__file__).parent / "native"
     library = ctypes.CDLL(str(build_library(sources=sources, name="read_memory.so")))
     library.read_memory.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)
     library.read_memory.restype = ctypes.c_double

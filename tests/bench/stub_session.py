@@ -135,6 +135,6 @@ class StubSession:
                 begun=self._now,
                 ended=self._now + seconds,
             )
-            done = log.add(replica, record)
+            done = log.add(replica, record, record.ended)
         self._now += seconds
         return done

@@ -59,6 +59,9 @@ def test_decode_over_real_ranks(model: str, tmp_path: Path, capsys: pytest.Captu
         assert point.value > 0
         assert point.conditions["steps_counted"] == 3
         assert point.discarded >= 2
+        client = point.conditions["client_step_ms"]
+        assert isinstance(client, float)
+        assert client > 0
         assert point.conditions["cached_tokens"] == 0
         first = point.conditions["context_first"]
         assert isinstance(first, float)

@@ -58,6 +58,7 @@ def test_figures_are_the_known_delays(jitter: float, keep: bool) -> None:
         for batch, figure in result.figures(name).items():
             assert figure.median == pytest.approx(truth(batch) * 1e3, rel=0.02)
             assert len(result.points[name][batch].steps) == SPEC.steps * SPEC.rounds
+            assert result.points[name][batch].client == pytest.approx([truth(batch) * 1e3] * 3, rel=0.04)
     assert result.growth("ep") == pytest.approx(ep(16) / ep(1), rel=0.03)
     (cross,) = result.crossovers()
     assert (cross.faster, cross.slower, cross.batch) == ("ep", "tp", 16)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from interlock.bench.arms import ArmSpec, plan_arm
 from interlock.bench.pool import ArmPool, check_room, turns_of
 from interlock.bench.prompts import token_prompts
-from interlock.bench.session import Load, Observation, Session
+from interlock.bench.session import Load, Observation, Session, Turn
 from interlock.bench.statistics import Crossover, Figure, crossover, growth
 from interlock.moe.terms import Phase
 from interlock.plan.facts import MachineFacts
@@ -67,6 +67,8 @@ class Point:
         discarded: decode steps that ran at another batch, or before the batch settled.
         other_batches: batch -> how many decode steps ran at it instead.
         contexts: mean sequence length at the first and the last step that counted, over rounds.
+        client: ms between steps as they reached this process, for each round: what the ranks' clocks say must
+            agree with it.
         outputs: tokens of the last round, for comparing arms.
     """
 
@@ -76,6 +78,7 @@ class Point:
     discarded: int = 0
     other_batches: dict[int, int] = field(default_factory=dict)
     contexts: list[tuple[float, float]] = field(default_factory=list)
+    client: list[float] = field(default_factory=list)
     cached_tokens: int = 0
     outputs: tuple[tuple[int, ...], ...] = ()
     prompts: tuple[tuple[int, ...], ...] = ()
@@ -101,6 +104,15 @@ class Point:
             self.rounds.append(statistics.median(times))
             lengths = [turn.kv_tokens / turn.sequences for turn in counted]
             self.contexts.append((lengths[0], lengths[-1]))
+            self.client += _between(decode, counted)
+
+
+def _between(decode: Sequence[Turn], counted: Sequence[Turn]) -> list[float]:
+    """Mean ms from one counted step to the next as they were received; nothing if others came between."""
+    first = next(index for index, turn in enumerate(decode) if turn is counted[0])
+    if len(counted) < 2 or any(a is not b for a, b in zip(decode[first:], counted, strict=False)):
+        return []
+    return [(counted[-1].received - counted[0].received) * 1e3 / (len(counted) - 1)]
 
 
 @dataclass(slots=True)

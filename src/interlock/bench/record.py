@@ -149,6 +149,7 @@ def _decode_point(
             "context_last": max(last for _, last in point.contexts),
             "step_p10_ms": percentile(point.steps, 0.1),
             "step_p90_ms": percentile(point.steps, 0.9),
+            "client_step_ms": percentile(point.client, 0.5),
             "output_tokens_per_second": rate,
             "cached_tokens": point.cached_tokens,
             "devices": result.plans[arm].tp_size,

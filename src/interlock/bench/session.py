@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One step of all replicas together. ``seconds``: from the end of the turn before to this one's."""
+    """One step of all replicas together.
+
+    ``seconds``: from the end of the turn before to this one's, by the ranks' clocks. ``received``: when the
+    last record of it reached the front end, on the machine's monotonic clock.
+    """
 
     phase: Phase
     tokens: int
     sequences: int
     kv_tokens: int
     seconds: float
+    received: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +87,8 @@ class TurnLog:
         self._open: dict[int, dict[int, StepRecord]] = {}
         self.turns: list[Turn] = []
 
-    def add(self, replica: int, record: StepRecord) -> Turn | None:
-        """The turn that ``record`` completes, if it does."""
+    def add(self, replica: int, record: StepRecord, received: float) -> Turn | None:
+        """The turn that ``record``, which arrived at ``received``, completes, if it does."""
         told = self._open.setdefault(record.turn, {})
         told[replica] = record
         if len(told) < self._replicas:
@@ -95,6 +101,7 @@ class TurnLog:
             sequences=sum(part.sequences for part in parts),
             kv_tokens=sum(part.kv_tokens for part in parts),
             seconds=max(part.ended for part in parts) - min(part.begun for part in parts),
+            received=received,
         )
         self.turns.append(turn)
         return turn
@@ -166,7 +173,7 @@ class _Run:
         )
 
     def _note(self, replica: int, record: StepRecord) -> None:
-        turn = self._log.add(replica, record)
+        turn = self._log.add(replica, record, time.monotonic())
         if turn is not None and turn.phase is Phase.DECODE and turn.sequences == self._load.batch:
             self._full += 1
             if self._load.steps and self._full >= self._load.steps:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from interlock.bench.a2a import A2APoint
-from interlock.bench.compare import Comparison
-from interlock.bench.decode import DecodeResult, Point
-from interlock.bench.layer import LayerPoint, Skipped
-from interlock.bench.limits import Limits
-from interlock.bench.prefill import PrefillResult
-from interlock.bench.routing import RoutingSpread
-from interlock.bench.serving.figures import TIMES
-from interlock.bench.serving.run import ServeResult
 from interlock.bench.statistics import Figure
+
+if TYPE_CHECKING:
+    from interlock.bench.a2a import A2APoint
+    from interlock.bench.compare import Comparison
+    from interlock.bench.decode import DecodeResult, Point
+    from interlock.bench.layer import LayerPoint, Skipped
+    from interlock.bench.limits import Limits
+    from interlock.bench.prefill import PrefillResult
+    from interlock.bench.routing import RoutingSpread
+    from interlock.bench.serving.run import ServeResult
 
 SHOWN = ("batch", "chunk_delivered", "tokens", "percentile", "layout", "part")
 
@@ -116,9 +118,9 @@ def serve_table(result: ServeResult) -> RenderableType:
         "itl": "between chunks",
         "latency": "whole",
     }
-    for name in TIMES:
+    for name, title in names.items():
         shares = figures.times[name].values()
-        times.add_row(names[name], *("-" if v is None else f"{v * 1e3:.4g}" for v in shares))
+        times.add_row(title, *("-" if v is None else f"{v * 1e3:.4g}" for v in shares))
     rates = _table(f"Rates over {figures.wall:.3g} s of wall time, a second", "what", "value")
     for name, value in figures.rates.items():
         rates.add_row(
@@ -151,6 +153,8 @@ def layer_table(points: Sequence[LayerPoint | Skipped], limits: Limits) -> Rende
         "weights GB/s", "GFLOP/s", "roofline us", "of roofline",
     )  # fmt: skip
     notes = []
+    from interlock.bench.layer import Skipped
+
     for point in points:
         if isinstance(point, Skipped):
             notes.append(

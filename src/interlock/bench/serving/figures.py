@@ -14,7 +14,6 @@ from interlock.bench.serving.exchange import Exchange
 from interlock.bench.statistics import percentile
 
 SHARES = ((0.5, "p50"), (0.9, "p90"), (0.99, "p99"))
-TIMES = ("ttft", "tpot", "itl", "latency")
 
 
 @dataclass(frozen=True, slots=True)
