@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from interlock.checkpoint import reader
 from interlock.engine.messages import TokenLogprob
 from interlock.engine.model_runner import ModelRunner
 from interlock.evidence.check import problems
@@ -175,7 +178,7 @@ def test_an_expert_scaled_by_two_percent_is_found_over_a_long_text(tiny: Path) -
 def test_a_candidate_whose_receipts_do_not_show_the_backend_never_passes(
     tiny: Path, prompts: list[Prompt]
 ) -> None:
-    """D05 and A08: what runs is read from receipts, not from what was asked for."""
+    """A08: what runs is read from receipts, not from what was asked for."""
     plan = make_plan(tiny, moe_runner_backend="torch")
 
     def start() -> InProcessArm:
@@ -187,6 +190,27 @@ def test_a_candidate_whose_receipts_do_not_show_the_backend_never_passes(
     candidate = Side("candidate", "--moe-runner-backend torch", plan, start)
     with pytest.raises(ArmError, match=r"not in effect: --moe-runner-backend.*torch.*cpu"):
         verify(side("control", tiny), candidate, prompts, SETTINGS)
+
+
+def test_block_scales_rounded_to_powers_of_two_are_seen(tiny: Path, prompts: list[Prompt]) -> None:
+    """D05: a change of scales that keeps outputs plausible, and its cost, in numbers."""
+    original = reader.dequantise
+
+    def rounded(weight: torch.Tensor, scale: torch.Tensor, block_columns: int) -> torch.Tensor:
+        return original(weight, scale.log2().ceil().exp2(), block_columns)
+
+    def patches() -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(mock.patch.object(reader, "dequantise", rounded))
+        return stack
+
+    candidate = side("candidate", tiny, patches=patches)
+    result = verify(side("control", tiny), candidate, prompts, SETTINGS)
+    assert result.verdict is Verdict.UNEXPLAINED
+    worst = result.findings[-1]
+    assert worst.cold.mean_kl > 1e-3
+    assert worst.diagnosis is not None
+    assert "the projections' weights" in worst.diagnosis.details
 
 
 def test_an_arm_that_does_not_repeat_itself_is_unexplained(tiny: Path, prompts: list[Prompt]) -> None:
