@@ -45,10 +45,15 @@ def refuse_other_launch(mine: LaunchPlan, first: LaunchPlan) -> None:
         )
 
 
+def _by_user(plan: LaunchPlan, item: str) -> bool:
+    provenance = plan.provenance.get(item)
+    return provenance is not None and provenance.source is Source.USER
+
+
 def _differing(mine: LaunchPlan, first: LaunchPlan) -> Iterator[str]:
     for field in msgspec.structs.fields(LaunchPlan):
         item = field.name
         if item in OWN or getattr(mine, item) == getattr(first, item):
             continue
-        if item not in SIZED_BY_MACHINE or mine.provenance[item].source is Source.USER:
+        if item not in SIZED_BY_MACHINE or _by_user(mine, item):
             yield item
