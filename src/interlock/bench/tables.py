@@ -121,7 +121,7 @@ def serve_table(result: ServeResult) -> RenderableType:
     for name, title in names.items():
         shares = figures.times[name].values()
         times.add_row(title, *("-" if v is None else f"{v * 1e3:.4g}" for v in shares))
-    rates = _table(f"Rates over {figures.wall:.3g} s of wall time, a second", "what", "value")
+    rates = _table(f"Rates over {figures.wall:.3g} s", "what", "a second")
     for name, value in figures.rates.items():
         rates.add_row(
             name.removesuffix("_per_second").replace("_", " "), "-" if value is None else f"{value:.4g}"

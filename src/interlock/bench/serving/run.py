@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 import httpx
@@ -18,7 +19,6 @@ from interlock.bench.serving.load import offer
 from interlock.errors import InterlockError, Refusal
 from interlock.plan.launch_plan import LaunchPlan
 
-WARM_UP_INDEX = 1 << 40
 HIT_WARNING = 0.01
 CONNECT_SECONDS = 10.0
 
@@ -201,18 +201,25 @@ def _prompt(spec: ServeSpec, index: int, words: int) -> str:
 async def _fit(sender: HttpSender, spec: ServeSpec, model: str) -> int:
     """Warm up with the shape of the run, and find how many words make a prompt of the wanted length.
 
-    Two lengths tell tokens per word and what the chat template adds, where the server counts tokens.
+    Two lengths tell tokens per word and what the chat template adds, where the server counts tokens; the
+    warm-up proper makes the line through them better.
     """
-    words = [max(1, spec.input_tokens // 2), max(2, spec.input_tokens)]
-    lengths = [await _warm(sender, spec, model, index, count) for index, count in enumerate(words)]
-    fitted = words[1]
-    if not spec.prompts and None not in lengths and lengths[1] != lengths[0]:
-        slope = (lengths[1] - lengths[0]) / (words[1] - words[0])  # type: ignore[operator]
-        if slope > 0:
-            fitted = max(1, round(words[1] + (spec.input_tokens - lengths[1]) / slope))  # type: ignore[operator]
-    for index in range(2, 2 + spec.warm_up):
-        await _warm(sender, spec, model, index, fitted)
-    return fitted
+    seen: list[tuple[int, int]] = []
+    words = max(1, spec.input_tokens // 2)
+    for index in range(2 + spec.warm_up):
+        tokens = await _warm(sender, spec, model, index, words)
+        if tokens is not None:
+            seen.append((words, tokens))
+        words = spec.input_tokens if index == 0 else _words_for(spec.input_tokens, seen)
+    return words
+
+
+def _words_for(tokens: int, seen: Sequence[tuple[int, int]]) -> int:
+    """Words of a text of ``tokens`` tokens, by the line through the (words, tokens) that were seen."""
+    if len({words for words, _ in seen}) < 2:
+        return tokens
+    slope, start = linear_regression([words for words, _ in seen], [count for _, count in seen])
+    return max(1, round((tokens - start) / slope)) if slope > 0 else tokens
 
 
 async def _warm(sender: HttpSender, spec: ServeSpec, model: str, index: int, words: int) -> int | None:
@@ -220,7 +227,7 @@ async def _warm(sender: HttpSender, spec: ServeSpec, model: str, index: int, wor
     prompt = (
         _prompt(spec, index, words)
         if spec.prompts
-        else text_prompt(WARM_UP_INDEX + index, words, seed=spec.seed)
+        else text_prompt(spec.requests + index, words, seed=spec.seed)
     )
     await sender.send(_ask(spec, model, prompt), exchange)
     if exchange.status == "failed":
@@ -236,7 +243,9 @@ async def _warm(sender: HttpSender, spec: ServeSpec, model: str, index: int, wor
 def _warnings(spec: ServeSpec, figures: ServeFigures) -> Sequence[str]:
     found = []
     if not spec.prompts and (figures.hit_rate or 0) > HIT_WARNING:
-        cause = " (--seed repeats the prompts of an earlier run)" if spec.seed_given else ""
+        cause = " (the chat template begins all prompts alike)" if spec.endpoint == "chat" else ""
+        if spec.seed_given:
+            cause = " (--seed repeats the prompts of an earlier run)"
         found.append(
             f"{figures.hit_rate:.0%} of the prompt tokens were found in the prefix cache although no prompts "
             f"should share a prefix{cause}: this is not what computing the prompts costs"
