@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from tests.e2e.conftest import Answers
@@ -189,3 +190,18 @@ def test_many_clients_at_once_get_the_answers_of_one(server: Served) -> None:
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         together = list(pool.map(ask, range(24)))
     assert together == [alone[index % 3] for index in range(24)]
+
+
+@pytest.mark.parametrize("backend", ["collective", "shared_memory"])
+def test_one_machine_opens_no_port_to_others(backend: str) -> None:
+    """The ranks' store, their collectives and their messages stay on this machine; only HTTP may leave it."""
+    flags = ("--tp-size", "2", "--moe-a2a-backend", backend, "--host", "127.0.0.3")
+    with serving(*flags) as served:
+        family = [psutil.Process(served.process.popen.pid), *served.process.ranks()]
+        hosts = {
+            connection.laddr.ip
+            for process in family
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert hosts == {"127.0.0.1", "127.0.0.3"}

@@ -77,3 +77,14 @@ def test_a_silent_rank_is_the_reason_why_a_busy_one_hangs() -> None:
     pulse._seen[1] = time.monotonic() - 4.4
     (line,) = pulse.stalled()
     assert line.startswith("rank 1 has been silent for 4 s")
+
+
+def test_a_rank_that_told_its_end_is_not_silent() -> None:
+    pulse = Pulse(range(2), timeout=4)
+    for rank in range(2):
+        pulse.note(beat(rank, "computing", 0.1))
+        pulse._seen[rank] = time.monotonic() - 60
+    pulse.forget(0)
+    pulse.note(beat(0, "computing", 0.1))
+    (line,) = pulse.stalled()
+    assert line.startswith("rank 1 has been silent")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -118,3 +120,20 @@ def test_another_checkpoint_or_too_little_memory_is_told(plan: LaunchPlan) -> No
     first = changed(plan, memory=changed(plan.memory, weights=11))
     with pytest.raises(StartupError, match="node 1 has 10 for each"):
         refuse_other_launch(changed(plan, node_rank=1, memory=small), first)
+
+
+def test_ranks_wait_for_the_slowest_without_a_collective(address: StoreAddress) -> None:
+    order: list[str] = []
+
+    def rank_main(rank: int) -> Rendezvous:
+        rendezvous = Rendezvous.open(address, rank=rank, size=2, timeout=0.1, join_timeout=20)
+        if rank == 1:
+            time.sleep(0.5)
+        order.append(f"{rank} came")
+        rendezvous.wait_for_all("loaded")
+        order.append("through")
+        return rendezvous  # rank 0's holds the store, which the others still read
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(rank_main, range(2)))
+    assert order == ["0 came", "1 came", "through", "through"]

@@ -253,6 +253,7 @@ class Engine:
                     self._all_ready.set()
             case RankFailed():
                 self._verdict.failures.append(message)
+                self._pulse.forget(message.rank)
             case RankEnded():
                 self._remote_exits.append(Exit(message.rank, message.code))
             case NodeLeaving():

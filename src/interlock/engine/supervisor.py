@@ -72,8 +72,15 @@ class Pulse:
         self._last: dict[int, Heartbeat] = {}
 
     def note(self, beat: Heartbeat) -> None:
+        if beat.rank not in self._seen:
+            return
         self._seen[beat.rank] = time.monotonic()
         self._last[beat.rank] = beat
+
+    def forget(self, rank: int) -> None:
+        """``rank`` has told its end, after which it is silent for good."""
+        self._seen.pop(rank, None)
+        self._last.pop(rank, None)
 
     def silent(self, limit: float) -> list[str]:
         """One line for each rank whose last sign of life is more than ``limit`` seconds old."""

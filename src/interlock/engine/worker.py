@@ -141,6 +141,7 @@ class _Rank:
     ) -> None:
         try:
             self._runner.load()
+            self._rendezvous.wait_for_all("loaded")
             if self._spec.plan.kernels == "torch":
                 torch.set_num_threads(self._spec.plan.threads)
             self._runner.warm_up()

@@ -18,6 +18,7 @@ from interlock.parallel.topology import Groups, build_groups
 from interlock.parallel.torch_group import TorchGroup
 
 JOIN_SECONDS = 300.0
+LOAD_SECONDS = 4 * 3600.0
 BACKLOG = 2048
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The only way to tell these libraries which interface to use; the default, what the host's own name
@@ -73,6 +74,17 @@ class Rendezvous:
             store=dist.PrefixStore(where.prefix, store),
             interface=interface_towards(where.host, where.port),
         )
+
+    def wait_for_all(self, what: str, timeout: float = LOAD_SECONDS) -> None:
+        """Return when every rank has called this with the same ``what``, a name used once in a launch.
+
+        For waits that may take far longer than a collective; who dies meanwhile must be noticed elsewhere.
+        """
+        if self.store is None:
+            return
+        self.store.set(f"{what}/{self.rank}", "1")
+        everyone = [f"{what}/{rank}" for rank in range(self.size)]
+        self.store.wait(everyone, timedelta(seconds=timeout))
 
 
 def _listen(where: StoreAddress) -> int:

@@ -1,4 +1,5 @@
-"""Model families that each build something else than the plan says. None of them may be served."""
+"""Model families for tests. Each builds something else than the plan says and may not be served; but for
+``SlowToLoad``, which is merely slow on one rank and must be waited for."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from interlock.models.mimo_v2.card import read_card as read_mimo_card
 from interlock.models.registry import ModelFamily
 from interlock.plan.card import ModelCard
 
-MUTANTS = ("SmallerCapacity", "SwappedRunner", "NoExperts", "SkipsALayer")
+MUTANTS = ("SmallerCapacity", "SwappedRunner", "NoExperts", "SkipsALayer", "SlowToLoad")
 
 
 def read_card(name: str, config: Mapping[str, Any]) -> ModelCard:

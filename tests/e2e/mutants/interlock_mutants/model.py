@@ -1,7 +1,8 @@
-"""The mutants' networks: MiMo-V2 with one fault each."""
+"""The mutants' networks: MiMo-V2 with one change each."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import msgspec
@@ -68,3 +69,12 @@ class SkipsALayer(MiMoV2):
     @staticmethod
     def _zero(hidden: torch.Tensor, step: Step) -> torch.Tensor:
         return torch.zeros_like(hidden)
+
+
+class SlowToLoad(MiMoV2):
+    """Rank 1 reads its weights for seconds longer than the others, as from a slow disk."""
+
+    def load(self, checkpoint: WeightSource) -> None:
+        if self.context.groups.world.rank == 1:
+            time.sleep(5)
+        super().load(checkpoint)
