@@ -79,7 +79,7 @@ class LLM:
         sampling = sampling or SamplingParams()
         if sampling.n != 1:
             raise RequestError("LLM.generate takes n = 1; repeat a prompt to get several answers")
-        batch = [prompts] if isinstance(prompts, str) else list(prompts)
+        batch: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         requests = [
             AddRequest(
                 request_id=uuid.uuid4().hex,

@@ -45,7 +45,7 @@ class EngineClient(Protocol):
         ...
 
     def health(self) -> str | None:
-        """None while the engine steps or idles as it should, else the reason why it does not. Never blocks."""
+        """None while the engine steps or idles as it should, else why it does not. Never blocks."""
         ...
 
     def stats(self) -> tuple[SchedulerStats, ...]:
