@@ -23,6 +23,7 @@ from tests.e2e.processes import (
 )
 
 QUICK = ("--stall-timeout", "5")
+END_SECONDS = 15.0
 
 
 @contextmanager
@@ -88,7 +89,7 @@ def test_every_node_ends_with_the_first_error_when_a_rank_is_killed(victim: int)
         assert len(ranks) == 2
         ranks[victim].kill()
         for node in (served.process, second):
-            assert node.wait(20) == 1, node.text
+            assert node.wait(END_SECONDS) == 1, node.text
             (first_error,) = [line for line in node.lines if line.startswith("interlock: ")]
             assert first_error == f"interlock: rank {victim} was killed by SIGKILL", node.text
         with pytest.raises(httpx.TransportError):
@@ -102,7 +103,7 @@ def test_a_node_that_is_killed_ends_the_other(victim: int) -> None:
         nodes[victim].signal(signal.SIGKILL)
         nodes[victim].wait()
         left = nodes[1 - victim]
-        assert left.wait(20) == 1, left.text
+        assert left.wait(END_SECONDS) == 1, left.text
         assert f"rank {1 - victim}: " in left.text or f"rank {victim}" in left.text, left.text
         assert "Traceback" not in left.text
 

@@ -35,7 +35,8 @@ def observe_runner(runner: ModelRunner) -> dict[str, object]:
 def observe_cache(runner: ModelRunner) -> dict[str, object]:
     """Receipts of the KV pools, read from the tensors."""
     assert runner.cache is not None, "receipts are taken after load"
-    full, window = [], []
+    full: list[torch.Tensor] = []
+    window: list[torch.Tensor] = []
     for layer, cache in zip(runner.plan.card.layers, runner.cache.layers, strict=True):
         (full if layer.attention.window is None else window).append(cache.k)
     pools = [*full, *window]

@@ -86,7 +86,7 @@ class RemoteNode:
             now = time.monotonic()
             if self._leave_at is not None and now > self._leave_at:
                 return
-            if exits and give_up is None:
+            if (exits or self._verdict.failures) and give_up is None:
                 give_up = now + (NEWS_SECONDS if self._front_end else 0.0)
             if give_up is not None and now > give_up:
                 return

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from interlock.errors import StartupError
 from interlock.parallel.interface import interface_towards
@@ -36,7 +37,7 @@ class Rendezvous:
     rank: int
     size: int
     timeout: float
-    store: dist.Store | None
+    store: Store | None
     interface: str | None = None
 
     @staticmethod
@@ -55,15 +56,15 @@ class Rendezvous:
             return Rendezvous(rank=rank, size=size, timeout=timeout, store=None)
         limit = timedelta(seconds=join_timeout)
         hosts = rank == 0 and not where.hosted_elsewhere
-        options = {"master_listen_fd": _listen(where)} if hosts else {}
+        listener = _listen(where) if hosts else None
         try:
-            store: dist.Store = dist.TCPStore(
+            store: Store = TCPStore(
                 where.host,
                 where.port,
                 None if where.hosted_elsewhere else size,
                 is_master=hosts,
                 timeout=limit,
-                **options,
+                master_listen_fd=listener,
             )
         except RuntimeError as error:
             raise StartupError(_missing(where, hosts, size, join_timeout, error)) from error
@@ -71,7 +72,7 @@ class Rendezvous:
             rank=rank,
             size=size,
             timeout=timeout,
-            store=dist.PrefixStore(where.prefix, store),
+            store=PrefixStore(where.prefix, store),
             interface=interface_towards(where.host, where.port),
         )
 
@@ -137,6 +138,7 @@ def joined_world(
 
     def new_group(ranks: tuple[int, ...]) -> TorchGroup:
         if ranks == world:
+            assert dist.group.WORLD is not None, "the world was joined"
             return TorchGroup(dist.group.WORLD)
         return TorchGroup(dist.new_group(list(ranks), timeout=limit))
 
