@@ -152,7 +152,7 @@ def serve(
     prompts: Annotated[
         str | None, typer.Option(metavar="FILE", help='One prompt a line, text or {"prompt": ...}.')
     ] = None,
-    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
+    endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
     model: Annotated[str | None, typer.Option(help="Model name; default: the first that is served.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length.")] = True,
     warm_up: Annotated[int, typer.Option(help="Requests before the run, of the same shape.", min=0)] = 2,
@@ -175,13 +175,11 @@ def serve(
     plot: Plot = True,
 ) -> int:
     """Load any OpenAI-compatible server. The key comes from INTERLOCK_API_KEY."""
-    import asyncio
-
     from interlock.bench.prompts import fresh_seed
     from interlock.bench.record import serve_evidence
     from interlock.bench.serving.arrivals import arrivals_of
     from interlock.bench.serving.figures import Limits
-    from interlock.bench.serving.run import ServeResult, ServeSpec, make_client, read_prompts, run_serve
+    from interlock.bench.serving.run import ServeSpec, measure_server, read_prompts
     from interlock.bench.tables import serve_table
 
     _check_plot(plot)
@@ -210,14 +208,9 @@ def serve(
         limits=Limits(_seconds(ttft_limit), _seconds(tpot_limit), _seconds(latency_limit)),
         expect=_items(expect or []),
     )
-
-    async def run() -> ServeResult:
-        client = make_client(base_url, os.environ.get("INTERLOCK_API_KEY"), concurrency or 256)
-        async with client:
-            with _progress(requests) as tick:
-                return await run_serve(client, spec, lambda exchange: tick(exchange.status))
-
-    result = asyncio.run(run())
+    with _progress(requests) as tick:
+        key = os.environ.get("INTERLOCK_API_KEY")
+        result = measure_server(spec, key, lambda exchange: tick(exchange.status))
     evidence = serve_evidence(result, _facts(), "server", max_failures)
     _finish(serve_table(result), evidence, out, name, plot)
     if evidence.verdict == "invalid":

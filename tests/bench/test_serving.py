@@ -31,6 +31,7 @@ def spec(**changes: Any) -> ServeSpec:
         "input_tokens": 8,
         "output_tokens": 5,
         "seed": 7,
+        "endpoint": "chat",
     }
     return ServeSpec(**values | changes)
 
@@ -282,6 +283,18 @@ def test_a_label_must_be_what_the_server_does() -> None:
     assert evidence.arms[0].plan == {"ep_size": 1, "prefix_cache": True}
     with pytest.raises(InterlockError, match="shows no plan"):
         load(StubServer(lambda n, b: plain(0.1, 0.025, 5)), expect={"ep_size": "4"})
+
+
+@pytest.mark.parametrize(
+    "strange", ["{not json", "[1]", '{"choices": [3]}', '{"error": {"message": "full"}}']
+)
+def test_strange_answers_are_failures_not_crashes(strange: str) -> None:
+    def play(number: int, body: dict[str, Any]) -> Answer:
+        return Answer([(0.1, strange)]) if number >= WARM_UPS else plain(0.1, 0.025, 5)
+
+    result = load(StubServer(play), requests=2)
+    assert result.figures.failed == 2
+    assert result.exchanges[0].error
 
 
 def test_a_server_that_refuses_the_warm_up_is_not_measured() -> None:

@@ -150,11 +150,17 @@ def _take(exchange: Exchange, data: str, now: float) -> bool:
     except ValueError:
         _fail(exchange, f"not JSON: {data[:MAX_ERROR_CHARS]}")
         return False
-    if "error" in event:
+    if not isinstance(event, dict):
+        _fail(exchange, f"not an object: {data[:MAX_ERROR_CHARS]}")
+        return False
+    if event.get("error"):
         _fail(exchange, json.dumps(event["error"])[:MAX_ERROR_CHARS])
         return False
     _take_usage(exchange, event.get("usage"))
     for choice in event.get("choices") or ():
+        if not isinstance(choice, dict):
+            _fail(exchange, f"not a choice: {data[:MAX_ERROR_CHARS]}")
+            return False
         part = choice.get("delta") or choice
         if any(part.get(name) for name in ("content", "text", "reasoning_content", "reasoning")):
             exchange.chunks.append(now)
@@ -167,5 +173,6 @@ def _take_usage(exchange: Exchange, usage: Any) -> None:
         return
     exchange.usage_tokens = usage.get("completion_tokens", exchange.usage_tokens)
     exchange.prompt_tokens = usage.get("prompt_tokens", exchange.prompt_tokens)
-    details = usage.get("prompt_tokens_details") or {}
-    exchange.cached_tokens = details.get("cached_tokens", exchange.cached_tokens)
+    details = usage.get("prompt_tokens_details")
+    if isinstance(details, dict):
+        exchange.cached_tokens = details.get("cached_tokens", exchange.cached_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +45,7 @@ class ServeSpec:
     seed_given: bool = False
     prompts: tuple[str, ...] = ()
     model: str | None = None
-    endpoint: str = "chat"
+    endpoint: str = "completions"
     ignore_eos: bool = True
     warm_up: int = 2
     request_timeout: float = 600.0
@@ -94,6 +95,16 @@ def make_client(
         transport=transport,
         trust_env=False,
     )
+
+
+def measure_server(spec: ServeSpec, api_key: str | None, done: Callable[[Exchange], None]) -> ServeResult:
+    """``run_serve`` on a client and an event loop of its own."""
+
+    async def run() -> ServeResult:
+        async with make_client(spec.base_url, api_key, spec.arrivals.concurrency or 256) as client:
+            return await run_serve(client, spec, done)
+
+    return asyncio.run(run())
 
 
 async def run_serve(
