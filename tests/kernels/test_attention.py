@@ -39,6 +39,7 @@ def test_dtypes_and_page_sizes(dtype: torch.dtype, cache_dtype: torch.dtype, pag
 
 
 def test_no_sequences_gives_zeros() -> None:
+    """E12: a row that sees no key gives zeros, never NaN."""
     case = paged_case([], padding=4)
     assert (case.run(cpu()) == 0).all()
     assert paged_case([]).run(cpu()).shape == (0, 6, 32)
