@@ -1,8 +1,7 @@
-"""One server that many tests ask, and nothing left behind by any of them."""
+"""What one process answers, and one server that many tests ask."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -17,13 +16,6 @@ def one_process() -> Answers:
     """What one rank answers to ``PROMPTS``."""
     with serving() as served:
         return answers(lambda body: served.post("/v1/completions", body).raise_for_status().json())
-
-
-@pytest.fixture(autouse=True)
-def no_shared_memory_is_left() -> Iterator[None]:
-    before = set(os.listdir("/dev/shm"))
-    yield
-    assert set(os.listdir("/dev/shm")) <= before
 
 
 @pytest.fixture(scope="module")

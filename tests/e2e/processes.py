@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ END_SECONDS = 60.0
 SERVE = ("-m", "interlock", "serve", "tiny-random")
 BASE = ("--threads", "1", "--kv-memory", "64MiB", "--dtype", "float32", "--max-model-len", "256")
 PROMPTS = [[(5 * row + 13 * column + 15) % 480 + 8 for column in range(17)] for row in range(3)]
+MARK = "TEST_PROCESS_MARK"
 READY = re.compile(r"ready: (http://\S+)")
 
 
@@ -48,12 +50,13 @@ class Process:
         prefix: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
+        self._mark = secrets.token_hex(8)
         self.popen = subprocess.Popen(
             [*prefix, sys.executable, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=dict(env or environment()),
+            env={**(env or environment()), MARK: self._mark},
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -104,21 +107,24 @@ class Process:
         """What every user of the machine sees."""
         return psutil.Process(self.popen.pid).cmdline()
 
-    def end(self) -> None:
-        """Kill it and everything below, whatever state it is in."""
-        try:
-            family = [
-                psutil.Process(self.popen.pid),
-                *psutil.Process(self.popen.pid).children(recursive=True),
-            ]
-        except psutil.NoSuchProcess:
-            family = []
-        for process in family:
+    def survivors(self) -> list[psutil.Process]:
+        """Processes that it started, directly or not, and that still run, whoever is their parent now."""
+        found = []
+        for process in psutil.process_iter():
             try:
-                process.kill()
-            except psutil.NoSuchProcess:
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
                 continue
+        return found
+
+    def end(self) -> None:
+        """Kill it and everything that it started, whatever state it is in."""
+        self.popen.kill()
         self.popen.wait()
+        for process in self.survivors():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def _read(self) -> None:
         assert self.popen.stdout is not None
@@ -163,9 +169,14 @@ class Served:
 def running(
     arguments: Sequence[str], *, prefix: Sequence[str] = (), env: Mapping[str, str] | None = None
 ) -> Iterator[Process]:
+    """A process that a test leaves in any state; one that ended by itself must have left no orphan."""
     process = Process(arguments, prefix=prefix, env=env)
     try:
         yield process
+        if process.popen.poll() is not None:
+            wait_until(
+                lambda: not process.survivors(), f"no orphan of a process that ended:\n{process.text}", 5
+            )
     finally:
         process.end()
 
