@@ -100,6 +100,7 @@ def test_lateness_of_the_client_is_counted() -> None:
     assert figures.lateness_most == pytest.approx(2.5)
     expected = [3.2, *(lateness + 0.2 for lateness in late[1:])]
     assert [each.latency for each in result.exchanges] == pytest.approx(expected)
+    assert [each.ttft for each in result.exchanges] == pytest.approx([value - 0.1 for value in expected])
     assert any("late" in warning for warning in result.warnings)
 
 
