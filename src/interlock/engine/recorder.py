@@ -4,7 +4,8 @@ Each rank writes one safetensors file a step into the trace folder, for the rows
 
 - ``positions`` int64 [r] and, from the leader of the replica, ``attention.<layer>``, ``mlp.<layer>`` [r, h];
 - ``routed.<layer>`` int64 [m], positions of the rows that this rank routed, with ``ids.<layer>`` [m, k],
-  ``weights.<layer>`` [m, k] and ``choice.<layer>`` [m, E], the scores that the choice went by.
+  ``weights.<layer>`` [m, k], ``logits.<layer>`` and ``choice.<layer>`` [m, E], the scores that the choice
+  went by, and ``reach.<layer>`` [m], how large a logit can be.
 
 ``interlock.verify.trace`` reads them.
 """
@@ -84,7 +85,9 @@ class StepRecorder:
         self._tensors[f"routed.{layer}"] = self._positions[rows + first_row].clone()
         self._tensors[f"ids.{layer}"] = routes.ids[own].cpu()
         self._tensors[f"weights.{layer}"] = routes.weights[own].cpu()
+        self._tensors[f"logits.{layer}"] = router.logits(hidden)[own].cpu()
         self._tensors[f"choice.{layer}"] = router.scores(hidden)[1][own].cpu()
+        self._tensors[f"reach.{layer}"] = router.reach(hidden)[own].cpu()
 
     def _force(
         self, layer: int, first_row: int, hidden: torch.Tensor, router: Router, routes: Routes

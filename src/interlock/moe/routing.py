@@ -114,6 +114,7 @@ class Router:
         native = native_moe(kernels)
         self._native = native if native is not None and native.can_route(card) else None
         self._weight: PackedWeight | None = None
+        self._largest_norm = 0.0
         self.bias: torch.Tensor | None = None
 
     def load(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -128,6 +129,7 @@ class Router:
         if bias is not None and (tuple(bias.shape) != expected[:1] or not bias.is_floating_point()):
             raise CheckpointError(f"router bias is {tuple(bias.shape)} {bias.dtype}, expected {expected[:1]}")
         dtype = _DTYPES[self.card.router_dtype]
+        self._largest_norm = float(weight.float().norm(dim=1).max())
         self._weight = self._kernels.pack_linear(weight.to(device=self._device, dtype=dtype).contiguous())
         self.bias = None if bias is None else bias.to(device=self._device, dtype=torch.float32).contiguous()
 
@@ -137,7 +139,7 @@ class Router:
 
     def scores(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [n, h] -> float32 [n, E] each: scores, which become weights, and what the choice goes by."""
-        scores = _scores(self._logits(hidden), self.card.scoring)
+        scores = _scores(self.logits(hidden), self.card.scoring)
         return scores, scores if self.bias is None else scores + self.bias
 
     def weigh(self, hidden: torch.Tensor, ids: torch.Tensor) -> Routes:
@@ -146,14 +148,20 @@ class Router:
         weights = self.scores(hidden)[0].gather(1, ids.masked_fill(unused, 0)).masked_fill(unused, 0.0)
         return Routes(ids=ids, weights=scaled_weights(weights, self.card))
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def reach(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [n]: how large a logit of each row of hidden [n, h] can be; rounding is relative to it."""
+        largest: torch.Tensor = hidden.float().norm(dim=-1) * self._largest_norm
+        return largest
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, h] -> float32 [n, E]."""
         if self._weight is None:
             raise RuntimeError("route was called before load")
         return self._kernels.linear(hidden, self._weight, out_dtype=torch.float32)
 
     def route(self, hidden: torch.Tensor, live_tokens: int) -> Routes:
         """hidden [n, h]; tokens at and beyond ``live_tokens`` are padding and get ids -1, weights 0."""
-        routes = choose_experts(self._logits(hidden), self.bias, self.card)
+        routes = choose_experts(self.logits(hidden), self.bias, self.card)
         if live_tokens < hidden.shape[0]:
             routes.ids[live_tokens:] = -1
             routes.weights[live_tokens:] = 0.0

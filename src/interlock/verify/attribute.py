@@ -15,6 +15,7 @@ import torch
 from interlock.verify.trace import LayerRoutes, Trace
 
 MIXED = "float32 and bfloat16"
+SCORES, LOGITS = "scores", "logits, relative to the largest that there can be"
 ROUNDING = {"float32": 2e-4, "bfloat16": 0.02, MIXED: 0.05}
 """Relative difference of a layer's output (to the row's largest entry) that counts as rounding in the first
 layer, by the precision of both arms; it may grow with the square root of the depth, as random errors do."""
@@ -42,7 +43,7 @@ class Flip:
 
     Attributes:
         left, joined: experts that only the control, only the candidate chose.
-        gap: by how much the control preferred the former.
+        gap: by how much the control preferred the former, in ``unit``.
     """
 
     layer: int
@@ -50,6 +51,7 @@ class Flip:
     left: tuple[int, ...]
     joined: tuple[int, ...]
     gap: float
+    unit: str = SCORES
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,21 +181,45 @@ def _fault(walk: _Walk, layer: int, part: str, origin: Origin) -> Attribution | 
 
 
 def _choices(walk: _Walk, layer: int, ours: LayerRoutes, theirs: LayerRoutes) -> Attribution | None:
-    """Excuse choices that differ at a near tie (both routers score alike); report the first other one."""
+    """Excuse choices that differ at a near tie (both routers score alike); report the first other one.
+
+    Steep routers saturate: their scores are 0 or 1 although the logits hardly differ, so logits count too.
+    """
     differs = (ours.ids != theirs.ids).any(-1) & ~walk.tainted
     limit = SCORE_ROUNDING[walk.precision] * _growth(layer)
+    width = walk.control.outputs[layer, "attention"].shape[1]
     for row in differs.nonzero().flatten().tolist():
         before, after = (set(routes.ids[row].tolist()) - {-1} for routes in (ours, theirs))
         left, joined = tuple(sorted(before - after)), tuple(sorted(after - before))
-        scores, position = ours.choice[row], int(walk.control.positions[row])
-        apart = float((scores - theirs.choice[row]).abs().max())
-        gap = float(scores[list(left)].max() - scores[list(joined)].min()) if left and joined else 0.0
-        if apart > limit or not left or gap > 2 * limit:
+        position = int(walk.control.positions[row])
+        reach = ours.reach[row].clamp_min(1e-30)
+        views = (
+            (SCORES, ours.choice[row], theirs.choice[row], limit),
+            (LOGITS, ours.logits[row] / reach, theirs.logits[row] / reach, 4 * limit / math.sqrt(width)),
+        )
+        tie = next(filter(None, (_tie(*view, left, joined) for view in views)), None)
+        if tie is None:
+            apart = float((ours.choice[row] - theirs.choice[row]).abs().max())
             text = f"experts {sorted(before)} against {sorted(after)}, router scores {apart:.1e} apart"
             return Attribution(Origin.CHOICE, layer, position, apart, text)
-        walk.flips.append(Flip(layer, position, left, joined, gap))
+        walk.flips.append(Flip(layer, position, left, joined, *tie))
         walk.tainted[row] = True
     return None
+
+
+def _tie(
+    unit: str,
+    ours: torch.Tensor,
+    theirs: torch.Tensor,
+    limit: float,
+    left: tuple[int, ...],
+    joined: tuple[int, ...],
+) -> tuple[float, str] | None:
+    """(gap, unit) when both routers see the same within ``limit`` and the control sees a near tie."""
+    if not left or not joined or float((ours - theirs).abs().max()) > limit:
+        return None
+    gap = float(ours[list(left)].max() - ours[list(joined)].min())
+    return (gap, unit) if gap <= 2 * limit else None
 
 
 def _weights(walk: _Walk, layer: int, ours: LayerRoutes, theirs: LayerRoutes) -> Attribution | None:

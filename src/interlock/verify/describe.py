@@ -37,7 +37,7 @@ def flip_text(flip: Flip) -> str:
     left, joined = (", ".join(map(str, experts)) for experts in (flip.left, flip.joined))
     return (
         f"routing flip at layer {flip.layer}, position {flip.position}: expert {left} against {joined}, "
-        f"whose scores are {flip.gap:.1e} apart"
+        f"{flip.gap:.1e} apart in {flip.unit}"
     )
 
 

@@ -9,14 +9,24 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+ROUTE_TENSORS = ("ids", "weights", "choice", "logits", "reach")
+
 
 @dataclass(frozen=True, slots=True)
 class LayerRoutes:
-    """Routes of one MoE layer: ids int64 [p, k], weights float32 [p, k], choice float32 [p, E]."""
+    """Routes of one MoE layer.
+
+    Attributes:
+        ids: int64 [p, k]; weights: float32 [p, k].
+        choice: float32 [p, E], the scores that the choice went by.
+        logits: float32 [p, E]; reach: float32 [p], how large a logit can be.
+    """
 
     ids: torch.Tensor
     weights: torch.Tensor
     choice: torch.Tensor
+    logits: torch.Tensor
+    reach: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +72,7 @@ def read_trace(folder: Path) -> Trace:
             if name.startswith(("attention.", "mlp."))
         },
         routes={
-            layer: LayerRoutes(
-                stacked[f"ids.{layer}"], stacked[f"weights.{layer}"], stacked[f"choice.{layer}"]
-            )
-            for layer in layers
+            layer: LayerRoutes(*(stacked[f"{name}.{layer}"] for name in ROUTE_TENSORS)) for layer in layers
         },
     )
 
