@@ -22,13 +22,14 @@ from interlock.engine.step import PageMap, Step
 from interlock.kernels.registry import get_kernels
 from interlock.kv.cache import KVCache, allocate
 from interlock.models.card_reader import read_model_card
-from interlock.models.registry import load_symbol, model_families
+from interlock.models.registry import model_families
 from interlock.moe.build import build_moe_context
 from interlock.moe.terms import Phase
 from interlock.nn.context import ModelContext
 from interlock.parallel.topology import Groups
 from interlock.plan.card import ModelCard
 from interlock.plan.launch_plan import LaunchPlan
+from interlock.plugins import load_symbol
 from tests.plans import make_plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -15,7 +15,7 @@ from interlock.plan.launch_plan import LaunchPlan
 from tests.bench.stub_session import StubSession, stub_plan
 
 FACTS = MachineFacts(
-    os="linux", architecture="x86_64", python="3.11", cores=2, memory_total=1, memory_available=1, shm_free=0
+    os="linux", architecture="x86_64", python="3.11", cores=2, memory_total=1, memory_available=1
 )
 SPEC = DecodeSpec(batches=(1, 4, 16), context=100, steps=12, rounds=3, seed=5)
 

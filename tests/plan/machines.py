@@ -20,7 +20,6 @@ def machine(**changes: Any) -> MachineFacts:
         "cores": 64,
         "memory_total": 256 * GIB,
         "memory_available": 240 * GIB,
-        "shm_free": 128 * GIB,
         "packages": {"torch": "2.13.0+cpu"},
         "cxx_compiler": "/usr/bin/g++",
     }

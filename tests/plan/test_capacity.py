@@ -64,11 +64,3 @@ def test_a_larger_t_than_needed_reserves_more_memory() -> None:
 def test_without_experts_a_capacity_is_refused() -> None:
     with pytest.raises(Refusal, match="no effect"):
         resolve(Options.of(model="m", moe_decode_capacity=64), dense_card(), machine())
-
-
-def test_shared_buffers_must_fit_in_dev_shm() -> None:
-    options = Options.of(model="m", tp_size=2, moe_a2a_backend="shared_memory", moe_prefill_capacity=65536)
-    with pytest.raises(Refusal, match="/dev/shm") as caught:
-        resolve(options, tiny_card(), machine(shm_free=64 << 20))
-    assert caught.value.option == "--moe-a2a-backend"
-    assert caught.value.alternatives

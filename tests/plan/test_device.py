@@ -116,7 +116,6 @@ def test_facts_travel_as_json(tmp_path: Path) -> None:
 def test_probe_agrees_with_the_machine() -> None:
     facts = probe()
     assert facts.native_kernels_problem == native_cpu_unavailable()
-    assert facts.os == "linux" or facts.shm_free == 0
 
 
 @pytest.mark.parametrize(

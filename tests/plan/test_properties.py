@@ -51,7 +51,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 REQUESTS = st.fixed_dictionaries({}, optional=VALUES)
 MACHINES = {
     "cpu": machine(),
-    "small": machine(cores=1, memory_available=2 * GIB, shm_free=64 << 20),
+    "small": machine(cores=1, memory_available=2 * GIB),
     "no compiler": machine(cxx_compiler=None, native_kernels_problem="no C++ compiler is on PATH"),
     "gpus": gpu_machine(),
     "one gpu": gpu_machine(gpus=1),

@@ -15,11 +15,12 @@ from interlock.engine.step import Step
 from interlock.engine.warm_up import warm_up_steps
 from interlock.kernels.registry import get_kernels
 from interlock.kv.cache import KVCache, allocate
-from interlock.models.registry import load_symbol, model_families
+from interlock.models.registry import model_families
 from interlock.moe.build import build_moe_context
 from interlock.nn.context import ModelContext
 from interlock.parallel.topology import Groups
 from interlock.plan.launch_plan import LaunchPlan
+from interlock.plugins import load_symbol
 
 
 class ModelRunner:

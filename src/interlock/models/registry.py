@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
 from interlock.plan.card import ModelCard
+from interlock.plugins import load_symbol
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,6 @@ class ModelFamily:
     def read_card(self, config: Mapping[str, Any]) -> ModelCard:
         read: Callable[[Mapping[str, Any]], ModelCard] = load_symbol(self.card)
         return read(config)
-
-
-def load_symbol(path: str) -> Any:
-    """Import ``"package.module:name"``."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
 
 
 BUILT_IN = (

@@ -36,7 +36,6 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cores: CPU cores this process may use (affinity and cgroup quota).
         memory_available: bytes of host memory that can be allocated now (cgroup limit included).
-        shm_free: free bytes in /dev/shm; 0 where there is none.
         packages: version by distribution name, for those that were asked for and are installed.
         cxx_compiler: path of a C++ compiler, or None.
         native_kernels_problem: why the native CPU kernels cannot be used, or None.
@@ -48,7 +47,6 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     cores: int
     memory_total: int
     memory_available: int
-    shm_free: int
     devices: tuple[Device, ...] = ()
     packages: Mapping[str, str] = {}
     cxx_compiler: str | None = None
@@ -73,7 +71,6 @@ def probe(*, packages: Iterable[str] = (), visible_devices: str | None = None) -
         cores=_cores(),
         memory_total=total,
         memory_available=available,
-        shm_free=_shm_free(),
         devices=nvidia_devices(visible_devices),
         packages=installed({*CORE_PACKAGES, *packages}),
         cxx_compiler=next(filter(None, map(shutil.which, COMPILERS)), None),
@@ -131,14 +128,6 @@ def _cgroup_reclaimable() -> int:
     """File cache that the cgroup gives back under pressure."""
     stat = dict(line.split() for line in _lines("/sys/fs/cgroup/memory.stat"))
     return int(stat.get("inactive_file", 0))
-
-
-def _shm_free() -> int:
-    try:
-        stat = os.statvfs(SHM)
-    except OSError:
-        return 0
-    return stat.f_bavail * stat.f_frsize
 
 
 def _first_line(path: str) -> str:

@@ -10,6 +10,7 @@ from interlock.errors import Refusal
 from interlock.moe.terms import Layout
 from interlock.options import Options
 from interlock.plan import decided as from_
+from interlock.plan.a2a_buffers import buffer_bytes
 from interlock.plan.capacity import Limits, decide_limits, refuse_capacity_without_experts
 from interlock.plan.card import ModelCard
 from interlock.plan.decided import Decided, asked_text, from_model, rule
@@ -20,7 +21,6 @@ from interlock.plan.launch_plan import LaunchPlan, Source
 from interlock.plan.memory import Fixed, PageSpaces, available_bytes, decide_pools, estimate, widest_window
 from interlock.plan.moe import Experts, check_a2a, decide_a2a, decide_experts
 from interlock.plan.nearest import with_alternatives
-from interlock.plan.shared_buffers import buffer_bytes, refuse_small_shm
 from interlock.plan.topology import World, decide_ep, decide_world
 from interlock.plan.weights import (
     DTYPE_BYTES,
@@ -103,7 +103,6 @@ def _resolve(
     )
     sources = ep.value if exchanges(backend) else world.attn_dp_size.value
     buffers = buffer_bytes(backend, card, experts, limits, sources, slices.dtype_bytes)
-    refuse_small_shm(backend, buffers, world.local_ranks, facts)
     fixed = Fixed(
         weights=weight_bytes(card, slices),
         a2a_buffers=buffers,

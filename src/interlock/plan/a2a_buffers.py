@@ -1,15 +1,12 @@
-"""Bytes that the a2a backend reserves, by its own formula, and whether shared memory can hold them."""
+"""Bytes that the a2a backend reserves, by its own formula."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from interlock.errors import Refusal
 from interlock.moe.terms import Phase
 from interlock.plan.capacity import Limits
 from interlock.plan.card import ModelCard
-from interlock.plan.facts import MachineFacts
-from interlock.plan.memory import size
 from interlock.plan.moe import Experts
 
 if TYPE_CHECKING:
@@ -47,17 +44,3 @@ def buffer_bytes(
         },
     )
     return backend.buffer_bytes(shape)
-
-
-def refuse_small_shm(backend: A2ABackend, buffers: int, local_ranks: int, facts: MachineFacts) -> None:
-    """A backend whose only link is shared memory keeps its fixed buffers in /dev/shm."""
-    if not backend.fixed_capacity or backend.links != frozenset({"shared_memory"}):
-        return
-    needed = buffers * local_ranks
-    if needed > facts.shm_free:
-        raise Refusal(
-            option="--moe-a2a-backend",
-            given=backend.name,
-            rule=f"its buffers need {size(needed)} in /dev/shm for {local_ranks} ranks; "
-            f"{size(facts.shm_free)} is free there",
-        )
