@@ -68,7 +68,7 @@ def decode(
     from interlock.bench.routing import trace_spread
     from interlock.bench.tables import decode_table
 
-    _check_plot(plot)
+    load = _begin(plot)
     arms, facts = parse_arms(arm or []), _facts()
     spec = DecodeSpec(
         batches=_integers("--batch", batch),
@@ -90,7 +90,7 @@ def decode(
             spreads[each] = trace_spread(pool.get(each), largest.prompts, largest.outputs, spec.batches)
     options = {each.name: each.text for each in arms}
     evidence = decode_evidence(result, options, facts, spreads)
-    _finish(decode_table(result, spreads), evidence, out, name, plot)
+    _finish(decode_table(result, spreads), evidence, out, name, plot, load)
     return 0 if evidence.verdict == "measured" else 1
 
 
@@ -119,7 +119,7 @@ def prefill(
     from interlock.bench.record import prefill_evidence
     from interlock.bench.tables import prefill_table
 
-    _check_plot(plot)
+    load = _begin(plot)
     arms, facts = parse_arms(arm or []), _facts()
     spec = PrefillSpec(
         chunks=_integers("--chunk", chunk),
@@ -134,7 +134,7 @@ def prefill(
     with ArmPool(flat, keep=keep) as pool, _progress(len(flat) * rounds) as tick:
         result = run_prefill(pool, plans, spec, tick)
     evidence = prefill_evidence(result, {each.name: each.text for each in arms}, facts)
-    _finish(prefill_table(result), evidence, out, name, plot)
+    _finish(prefill_table(result), evidence, out, name, plot, load)
     return 0
 
 
@@ -182,7 +182,7 @@ def serve(
     from interlock.bench.serving.run import ServeSpec, measure_server, read_prompts
     from interlock.bench.tables import serve_table
 
-    _check_plot(plot)
+    load = _begin(plot)
     if endpoint not in ("chat", "completions"):
         raise Refusal(
             option="--endpoint",
@@ -212,7 +212,7 @@ def serve(
         key = os.environ.get("INTERLOCK_API_KEY")
         result = measure_server(spec, key, lambda exchange: tick(exchange.status))
     evidence = serve_evidence(result, _facts(), "server", max_failures)
-    _finish(serve_table(result), evidence, out, name, plot)
+    _finish(serve_table(result), evidence, out, name, plot, load)
     if evidence.verdict == "invalid":
         share = result.figures.failure_rate
         _console().print(f"invalid: {share:.1%} of the requests failed or did not complete")
@@ -246,7 +246,7 @@ def moe(
     from interlock.bench.layer_run import LayerRun, layer_shape, measure_layer
     from interlock.bench.tables import layer_table
 
-    _check_plot(plot)
+    load = _begin(plot)
     facts = _facts()
     shape, facts_of_model = layer_shape(
         model, hidden=hidden, expert_width=expert_width, experts=experts, top_k=top_k, dtype=dtype
@@ -264,7 +264,7 @@ def moe(
     )
     with _progress(None) as tick:
         points, limits, evidence = measure_layer(run, facts, facts_of_model, tick)
-    _finish(layer_table(points, limits), evidence, out, name, plot)
+    _finish(layer_table(points, limits), evidence, out, name, plot, load)
     return 0
 
 
@@ -289,14 +289,16 @@ def a2a(
     from interlock.bench.parts_record import a2a_evidence
     from interlock.bench.tables import a2a_table
 
-    _check_plot(plot)
+    load = _begin(plot)
     _check_sizes(experts, top_k, dtype)
     shape = A2AShape(hidden=hidden, experts=experts, top_k=top_k, dtype=dtype)
     arms = arms_for(ranks, backend or [])
     with _progress(None) as tick:
         tick(f"{len(arms)} arms over {ranks} ranks")
         points = run_a2a(arms, shape, ranks, _integers("--tokens", tokens), rounds)
-    _finish(a2a_table(points, ranks), a2a_evidence(points, shape, ranks, rounds, _facts()), out, name, plot)
+    _finish(
+        a2a_table(points, ranks), a2a_evidence(points, shape, ranks, rounds, _facts()), out, name, plot, load
+    )
     return 0
 
 
@@ -354,11 +356,18 @@ def _facts() -> MachineFacts:
     return probe(packages=packages, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def _check_plot(plot: bool) -> None:
+def _begin(plot: bool) -> str:
+    """Refuse what would fail at the end; returns a note on how busy the machine is before the run."""
     if plot:
         from interlock.bench.plots import require_matplotlib
 
         require_matplotlib()
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    note = f"before the run the load average was {load:.1f} on {cores} CPUs"
+    if load > cores / 2:
+        note += ": the machine was busy, so look at the spread first"
+        _console(stderr=True).print(note, soft_wrap=True)
+    return note
 
 
 def _check_sizes(experts: int, top_k: int, dtype: str) -> None:
@@ -410,11 +419,11 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-def _console() -> Console:
+def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=180, highlight=False)
+    console = Console(highlight=False, stderr=stderr)
+    return console if console.is_terminal else Console(width=180, highlight=False, stderr=stderr)
 
 
 @contextmanager
@@ -434,13 +443,16 @@ def _progress(units: int | None) -> Iterator[Callable[[str], None]]:
 
 
 def _finish(
-    table: RenderableType, evidence: Evidence, out: Path | None, name: str | None, plot: bool
+    table: RenderableType, evidence: Evidence, out: Path | None, name: str | None, plot: bool, load: str
 ) -> None:
     """Show the table, write the evidence and the plots beside it."""
+    import msgspec
+
     from interlock.evidence.ledger import write_evidence
 
     console = _console()
     console.print(table)
+    evidence = msgspec.structs.replace(evidence, notes=(*evidence.notes, load))
     path = write_evidence(evidence, out, name=name)
     paths = [path]
     if plot:
