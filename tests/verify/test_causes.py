@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from xml.etree import ElementTree
 
+import msgspec
 import pytest
 import torch
 
@@ -22,6 +25,7 @@ from interlock.verify.arm import ArmError, Ask, Scored
 from interlock.verify.attribute import Origin
 from interlock.verify.compare import Outcome
 from interlock.verify.findings import Cause
+from interlock.verify.html import page
 from interlock.verify.prompts import Prompt, built_in_prompts
 from interlock.verify.report import make_report, summary
 from interlock.verify.run import Result, Settings, Side, Verdict, verify
@@ -62,6 +66,20 @@ def test_the_report_says_so_in_one_sentence_and_its_evidence_holds(published: Re
     words = "10 of 12 prompts are bit-identical; chunk boundaries: #11 (65 tokens), #12 ("
     assert summary(report).startswith(words)
     assert problems(report.evidence) == []
+
+
+def test_the_page_draws_every_prompt_and_escapes_what_it_is_given(published: Result) -> None:
+    report = make_report(published, probe())
+    control, candidate = report.evidence.arms
+    sly = msgspec.structs.replace(candidate, options="<script>alert(1)</script>")
+    evidence = msgspec.structs.replace(report.evidence, arms=(control, sly))
+    text = page(msgspec.structs.replace(report, evidence=evidence))
+    assert "<script" not in text
+    drawings = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+    assert len(drawings) == 12 + 2
+    layers = drawings[-1]
+    assert len(layers.findall("rect[@class='a']")) <= 3
+    assert "cut the prompt at" in text
 
 
 def test_chunks_alone_change_nothing_with_row_invariant_kernels(tiny: Path, prompts: list[Prompt]) -> None:
