@@ -5,6 +5,6 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
-    "interlock", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "interlock", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True, max_examples=50
 )
 settings.load_profile("interlock")
