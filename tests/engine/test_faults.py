@@ -36,15 +36,20 @@ def make(folder: Path, **options: object) -> LaunchPlan:
     return plan_launch(str(folder), Options.of(**{**BASE, "stall_timeout": 4, **options}))
 
 
+def living_children() -> set[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return {child for child in children if child.status() != psutil.STATUS_ZOMBIE}
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No orphan process and no socket directory (shared memory has no name that could be left)."""
+    before = living_children()
     with tempfile.TemporaryDirectory(prefix="il-") as scratch:
         monkeypatch.setattr(tempfile, "tempdir", scratch)
         yield
         assert not os.listdir(scratch)
-    left = {p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
-    assert not left, f"orphans: {left}"
+    assert not living_children() - before
 
 
 async def consume(engine: Engine) -> int:
