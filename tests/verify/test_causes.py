@@ -18,7 +18,7 @@ from interlock.checkpoint import reader
 from interlock.engine.messages import TokenLogprob
 from interlock.engine.model_runner import ModelRunner
 from interlock.evidence.check import problems
-from interlock.moe.routing import Routes
+from interlock.moe.routing import Routes, scaled_weights
 from interlock.plan.facts import probe
 from interlock.tokenizer import load_tokenizer
 from interlock.verify.arm import ArmError, Ask, Scored
@@ -122,7 +122,9 @@ def near_tie(runner: ModelRunner) -> None:
         for row in tied.nonzero().flatten().tolist():
             out, new = (ranked.indices[row, place] for place in (3, 4))
             ids[row][ids[row] == out] = new
-        return layer._router.weigh(hidden, ids.sort(-1).values)
+        ids = ids.sort(-1).values
+        weights = layer._router.scores(hidden)[0].gather(1, ids.clamp_min(0)).masked_fill(ids < 0, 0.0)
+        return Routes(ids, scaled_weights(weights, layer.card))
 
     layer._router.route = route
 

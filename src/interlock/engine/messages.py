@@ -59,7 +59,7 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         chunk_limit: most tokens of the request in one prefill step; 0 leaves it to the scheduler.
         trace: folder into which every rank writes what its layers computed; "" for no trace.
-        routes: file with the expert ids that ranks take in place of their routers' choice; "" for none.
+        routes: file with experts and weights that ranks take in place of their routers' choice; "" for none.
         first, last: only positions ``first : last`` are traced.
     """
 

@@ -63,7 +63,7 @@ class StepRecorder:
         self, layer: int, first_row: int, hidden: torch.Tensor, router: Router, routes: Routes
     ) -> Routes:
         if f"ids.{layer}" in self._forced:
-            routes = self._force(layer, first_row, hidden, router, routes)
+            routes = self._force(layer, first_row, routes)
         if self._asked.trace:
             self._keep_routes(layer, first_row, hidden, router, routes)
         return routes
@@ -89,21 +89,14 @@ class StepRecorder:
         self._tensors[f"choice.{layer}"] = router.scores(hidden)[1][own].cpu()
         self._tensors[f"reach.{layer}"] = router.reach(hidden)[own].cpu()
 
-    def _force(
-        self, layer: int, first_row: int, hidden: torch.Tensor, router: Router, routes: Routes
-    ) -> Routes:
-        """Take the ids of the file for the positions that it knows, of the inspected request only."""
-        by_position = dict(
-            zip(
-                self._forced[f"routed.{layer}"].tolist(),
-                self._forced[f"ids.{layer}"],
-                strict=True,
-            )
-        )
-        ids = routes.ids.clone()
+    def _force(self, layer: int, first_row: int, routes: Routes) -> Routes:
+        """Take ids and weights of the file for the positions that it knows, of the inspected request only."""
+        known = {position: row for row, position in enumerate(self._forced[f"routed.{layer}"].tolist())}
+        ids, weights = routes.ids.clone(), routes.weights.clone()
         start, end = self._span
-        for row in range(max(start, first_row), min(end, first_row + hidden.shape[0])):
-            known = by_position.get(int(self._positions[row]))
-            if known is not None:
-                ids[row - first_row] = known.to(ids.device)
-        return router.weigh(hidden, ids)
+        for row in range(max(start, first_row), min(end, first_row + ids.shape[0])):
+            source = known.get(int(self._positions[row]))
+            if source is not None:
+                ids[row - first_row] = self._forced[f"ids.{layer}"][source].to(ids.device)
+                weights[row - first_row] = self._forced[f"weights.{layer}"][source].to(ids.device)
+        return Routes(ids=ids, weights=weights)

@@ -142,12 +142,6 @@ class Router:
         scores = _scores(self.logits(hidden), self.card.scoring)
         return scores, scores if self.bias is None else scores + self.bias
 
-    def weigh(self, hidden: torch.Tensor, ids: torch.Tensor) -> Routes:
-        """Routes with the given ids int64 [n, k] (-1 unused), weighted by this router's own scores."""
-        unused = ids < 0
-        weights = self.scores(hidden)[0].gather(1, ids.masked_fill(unused, 0)).masked_fill(unused, 0.0)
-        return Routes(ids=ids, weights=scaled_weights(weights, self.card))
-
     def reach(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [n]: how large a logit of each row of hidden [n, h] can be; rounding is relative to it."""
         largest: torch.Tensor = hidden.float().norm(dim=-1) * self._largest_norm

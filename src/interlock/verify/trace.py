@@ -83,4 +83,5 @@ def write_routes(trace: Trace, path: Path) -> None:
     for layer, routes in trace.routes.items():
         tensors[f"routed.{layer}"] = trace.positions.clone()
         tensors[f"ids.{layer}"] = routes.ids.contiguous()
+        tensors[f"weights.{layer}"] = routes.weights.contiguous()
     save_file(tensors, path)
