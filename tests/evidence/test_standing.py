@@ -13,7 +13,7 @@ from interlock.evidence.ledger import entries, write_evidence
 from interlock.evidence.schema import Evidence
 from interlock.evidence.standing import Proof, Standing, admit, standing_of
 from interlock.plan.launch_plan import LaunchPlan
-from tests.evidence.samples import evidence_of, plan_of, sample
+from tests.evidence.samples import FOLDER, evidence_of, plan_of, sample
 from tests.plan.machines import machine
 
 replace = msgspec.structs.replace
@@ -98,7 +98,8 @@ def test_warn_gives_one_line_require_refuses_off_is_silent(tmp_path: Path) -> No
     assert line is not None
     assert "\n" not in line
     assert line.startswith("evidence: unproven: mimo_v2 float32")
-    assert "interlock verify" in line
+    command = f'interlock verify {FOLDER} --control "" --candidate "--moe-runner-backend torch"'
+    assert line.endswith(command)
     with pytest.raises(Refusal, match=re.escape("--evidence require: this launch is not proven here")):
         admit(plan_of(evidence="require"), machine(), folders)
     assert admit(plan_of(evidence="off"), machine(), folders) is None

@@ -12,8 +12,21 @@ from interlock.evidence.check import problems
 from interlock.evidence.ledger import Entry, default_folders, entries
 from interlock.evidence.record import device_facts
 from interlock.evidence.schema import Evidence, arm_plan
+from interlock.options import OPTIONS
 from interlock.plan.facts import MachineFacts
-from interlock.plan.launch_plan import LaunchPlan
+from interlock.plan.launch_plan import LaunchPlan, Source
+
+PROVEN_ITEMS = (
+    "tp_size",
+    "ep_size",
+    "attn_dp_size",
+    "moe_a2a_backend",
+    "moe_runner_backend",
+    "kernels",
+    "dtype",
+    "device",
+)
+"""Options that decide the combination."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,5 +180,10 @@ def _words(near: Standing, shown: Combination) -> str:
 
 
 def _verify_command(plan: LaunchPlan) -> str:
-    options = f"--tp-size {plan.tp_size} --moe-a2a-backend {plan.moe_a2a_backend}"
-    return f'interlock verify {plan.model} --control "" --candidate "{options}"'
+    """The command that would prove the launch: the options of the combination that the user set."""
+    flags = [
+        OPTIONS[name].paste(getattr(plan, name))
+        for name in PROVEN_ITEMS
+        if name in plan.provenance and plan.provenance[name].source is Source.USER
+    ]
+    return f'interlock verify {plan.model} --control "" --candidate "{" ".join(flags)}"'
