@@ -110,6 +110,7 @@ def make_plan(batch: int, context: int, steps: int, window: int | None) -> Launc
         api_key_set=False,
         stall_timeout=60.0,
         log_level="warning",
+        evidence="off",
         memory=MemoryEstimate(weights=0, kv_full=0, kv_window=0, a2a_buffers=0, activations=0, available=0),
         provenance={},
     )

@@ -1,6 +1,6 @@
 """Draw docs/images/plan.svg, the README's picture: what ``interlock plan`` prints for the README's command.
 
-  python scripts/readme_picture.py
+python scripts/readme_picture.py
 """
 
 from __future__ import annotations
