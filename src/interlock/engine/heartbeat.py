@@ -40,7 +40,10 @@ class Activity:
 def heartbeat(
     context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int, activity: Activity
 ) -> Iterator[None]:
-    """Send a ``Heartbeat`` to ``address`` every half second while the block runs."""
+    """Send a ``Heartbeat`` to ``address`` at once and every half second while the block runs.
+
+    The first comes at once so that a rank that stalls right after a quick start is known to be silent.
+    """
     stop = threading.Event()
 
     def beat() -> None:
@@ -48,9 +51,11 @@ def heartbeat(
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
         try:
-            while not stop.wait(HEARTBEAT_SECONDS):
+            while True:
                 with suppress(zmq.Again):
                     socket.send(msgspec.msgpack.encode(activity.snapshot(rank)), zmq.NOBLOCK)
+                if stop.wait(HEARTBEAT_SECONDS):
+                    return
         finally:
             socket.close()
 
