@@ -143,15 +143,21 @@ class MoELayer:
         if not self._loaded:
             raise RuntimeError(f"layer {self.layer_index}: forward before finish_loading")
         if self._context.layouts[step.phase] is Layout.REPLICATED or self._context.groups.attn_tp.size == 1:
-            return self._exchange(hidden, step.live_tokens, step.phase)
+            return self._exchange(hidden, step.live_tokens, step.phase, live_count=step.live_count)
         return self._exchange_share(hidden, step)
 
     def _exchange(
-        self, hidden: torch.Tensor, live_tokens: int, phase: Phase, first_row: int = 0
+        self,
+        hidden: torch.Tensor,
+        live_tokens: int,
+        phase: Phase,
+        *,
+        first_row: int = 0,
+        live_count: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """hidden are rows ``first_row : first_row + n`` of the step."""
         dispatcher = self._context.dispatcher
-        routes = self._router.route(hidden, live_tokens)
+        routes = self._router.route(hidden, live_tokens, live_count)
         if self.observer is not None:
             routes = self.observer.routed(self.layer_index, first_row, hidden, self._router, routes)
         dispatched = dispatcher.dispatch(hidden, routes.ids, routes.weights, phase)
@@ -173,7 +179,8 @@ class MoELayer:
         first = min(group.rank * share, tokens)
         own = hidden[first : first + share]
         live = max(0, min(step.live_tokens - first, own.shape[0]))
-        combined = self._exchange(own, live, step.phase, first)
+        count = None if step.live_count is None else (step.live_count - first).clamp(0, own.shape[0])
+        combined = self._exchange(own, live, step.phase, first_row=first, live_count=count)
         if tokens == 0:
             return combined
         if combined.shape[0] < share:

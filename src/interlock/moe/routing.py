@@ -153,9 +153,17 @@ class Router:
             raise RuntimeError("route was called before load")
         return self._kernels.linear(hidden, self._weight, out_dtype=torch.float32)
 
-    def route(self, hidden: torch.Tensor, live_tokens: int) -> Routes:
-        """hidden [n, h]; tokens at and beyond ``live_tokens`` are padding and get ids -1, weights 0."""
+    def route(
+        self, hidden: torch.Tensor, live_tokens: int, live_count: torch.Tensor | None = None
+    ) -> Routes:
+        """hidden [n, h]; tokens at and beyond ``live_tokens`` are padding and get ids -1, weights 0.
+
+        ``live_count``, int32 [1] on the device, overrides ``live_tokens`` where a graph is captured.
+        """
         routes = choose_experts(self.logits(hidden), self.bias, self.card)
+        if live_count is not None:
+            padding = torch.arange(hidden.shape[0], device=hidden.device)[:, None] >= live_count
+            return Routes(routes.ids.masked_fill(padding, -1), routes.weights.masked_fill(padding, 0.0))
         if live_tokens < hidden.shape[0]:
             routes.ids[live_tokens:] = -1
             routes.weights[live_tokens:] = 0.0
