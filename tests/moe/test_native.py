@@ -13,7 +13,7 @@ from interlock.kernels.registry import get_kernels
 from interlock.moe.a2a.base import ContiguousRows, ContractError, MaskedRows, ReplicatedRows
 from interlock.moe.layouts import aligned_segments, expert_rows
 from interlock.moe.native_moe import NativeMoE, native_moe
-from interlock.moe.routing import choose_experts
+from interlock.moe.routing import Router, Routes, choose_experts
 from tests.moe.oracle import make_card
 
 pytestmark = pytest.mark.skipif(native_cpu_unavailable() is not None, reason=str(native_cpu_unavailable()))
@@ -128,3 +128,14 @@ def test_what_does_not_fit_is_refused(native: NativeMoE) -> None:
         native.expert_rows(MaskedRows(torch.zeros(2, 8, 4), counts, None), 2)
     with pytest.raises(ContractError, match="do not fit"):
         native.expert_rows(ContiguousRows(torch.zeros(8, 4), counts, counts, 1, None), 2)
+
+
+def test_a_router_on_native_kernels_routes_natively(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> Routes:
+        raise AssertionError("the torch version ran")
+
+    monkeypatch.setattr("interlock.moe.routing.choose_experts", never)
+    card = make_card(24, 4, has_selection_bias=False)
+    router = Router(card, 8, get_kernels("cpu", threads=1), torch.device("cpu"))
+    router.load(torch.randn(24, 8), None)
+    assert router.route(torch.randn(3, 8), 2).ids.shape == (3, 4)

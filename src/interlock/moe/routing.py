@@ -160,7 +160,10 @@ class Router:
 
         ``live_count``, int32 [1] on the device, overrides ``live_tokens`` where a graph is captured.
         """
-        routes = choose_experts(self.logits(hidden), self.bias, self.card)
+        logits = self.logits(hidden)
+        if self._native is not None:
+            return Routes(*self._native.route(logits, self.bias, self.card, live_tokens))
+        routes = choose_experts(logits, self.bias, self.card)
         if live_count is not None:
             padding = torch.arange(hidden.shape[0], device=hidden.device)[:, None] >= live_count
             return Routes(routes.ids.masked_fill(padding, -1), routes.weights.masked_fill(padding, 0.0))
