@@ -55,6 +55,9 @@ def make_plan(card: ModelCard, **overrides: Any) -> LaunchPlan:
         "evidence": "off",
         "stall_timeout": 60.0,
         "log_level": "warning",
+        "log_format": "text",
+        "drain_timeout": 20.0,
+        "otlp_endpoint": "",
         "memory": MemoryEstimate(
             weights=0, kv_full=0, kv_window=0, a2a_buffers=0, activations=0, available=1 << 34
         ),

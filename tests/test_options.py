@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from interlock.errors import Refusal
@@ -11,6 +12,7 @@ from interlock.option_docs import options_markdown
 from interlock.option_kinds import AUTO, Kind, Secret
 from interlock.option_sources import gather, unknown_flag
 from interlock.options import OPTIONS, Options
+from interlock.plan.facts import TRACING_PACKAGES
 from interlock.plan.launch_plan import LaunchPlan, Source
 from interlock.plan.resolve import resolve
 from tests.plan.machines import machine, mimo_pro_card, tiny_card
@@ -52,6 +54,9 @@ FROZEN = [
     "api_key_file",
     "evidence",
     "log_level",
+    "log_format",
+    "drain_timeout",
+    "otlp_endpoint",
 ]
 
 RULES_ONLY = {
@@ -101,6 +106,9 @@ CHANGED: dict[str, tuple[str, dict[str, object]]] = {
     "api_key_file": ("/run/key", {}),
     "evidence": ("require", {}),
     "log_level": ("debug", {}),
+    "log_format": ("json", {}),
+    "drain_timeout": ("3", {}),
+    "otlp_endpoint": ("http://127.0.0.1:4318", {}),
 }
 
 
@@ -123,6 +131,9 @@ def test_every_option_reaches_its_plan_item(name: str) -> None:
     text, context = CHANGED[name]
     card = mimo_pro_card() if name == "qkv_layout" else tiny_card()
     facts = machine(memory_total=4 << 40, memory_available=4 << 40) if name == "qkv_layout" else machine()
+    facts = msgspec.structs.replace(
+        facts, packages={**facts.packages, **dict.fromkeys(TRACING_PACKAGES, "1")}
+    )
     base = {"model": "m", **context}
     plain = resolve(Options.of(**base), card, facts)
     plan = resolve(Options.of(**{**base, name: text}), card, facts)

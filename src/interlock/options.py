@@ -207,6 +207,20 @@ _DEFINITIONS: Final = (
         "log_level", Kind.CHOICE, "info", SERVER, items=("log_level",),
         choices=("debug", "info", "warning", "error"), help="least severe messages that are shown",
     ),
+    Option(
+        "log_format", Kind.CHOICE, "text", SERVER, items=("log_format",), choices=("text", "json"),
+        engine=False, help="how log lines are written: text for people, json with one object a line",
+    ),
+    Option(
+        "drain_timeout", Kind.NUMBER, 20.0, SERVER, items=("drain_timeout",), minimum=0, engine=False,
+        help="seconds that SIGTERM lets running requests go on; new ones are answered 503 meanwhile",
+        peers=("shutdown-timeout", "timeout-graceful-shutdown"),
+    ),
+    Option(
+        "otlp_endpoint", Kind.TEXT, None, SERVER, items=("otlp_endpoint",), engine=False,
+        help="OTLP/HTTP collector that gets a trace of every request; needs the extra otel",
+        peers=("otlp-traces-endpoint", "enable-trace"),
+    ),
 )  # fmt: skip
 
 OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({option.name: option for option in _DEFINITIONS})

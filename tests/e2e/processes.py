@@ -26,7 +26,7 @@ SERVE = ("-m", "interlock", "serve", "tiny-random")
 BASE = ("--threads", "1", "--kv-memory", "64MiB", "--dtype", "float32", "--max-model-len", "256")
 PROMPTS = [[(5 * row + 13 * column + 15) % 480 + 8 for column in range(17)] for row in range(3)]
 MARK = "TEST_PROCESS_MARK"
-READY = re.compile(r"ready: (http://\S+)")
+READY = re.compile(r"ready: (http://[^\s\"]+)")
 
 
 def environment(**changes: str) -> dict[str, str]:

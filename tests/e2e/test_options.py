@@ -7,8 +7,10 @@ their refusal.
 
 from __future__ import annotations
 
+import json
+import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +23,7 @@ from interlock.cli import run
 from interlock.engine.endpoints import free_ports
 from interlock.launch import plan_launch
 from interlock.options import OPTIONS, Options
-from tests.e2e.processes import READY, Process, Served, running
+from tests.e2e.processes import READY, Process, Served, running, serving
 from tests.tiny import tiny_folder, v25
 
 KEY = "correct-horse"
@@ -73,6 +75,7 @@ class Launches:
             *("--moe-a2a-backend", "collective", "--moe-prefill-capacity", 300, "--moe-decode-capacity", 20),
             *("--chunked-prefill-size", 128, "--max-running-requests", 16, "--qkv-layout", "chunked"),
             *("--kv-memory", "32MiB", "--max-model-len", 128, "--api-key-file", secret, "--port", 0),
+            *("--log-format", "json"),
         )
         return Served(process, process.wait_for(READY)[1])
 
@@ -189,6 +192,30 @@ def prove_log_level(launches: Launches) -> None:
     assert " DEBUG " not in launches.get("two").process.text
 
 
+def prove_log_format(launches: Launches) -> None:
+    """json: every line that the server writes is an object; text: the ready line is none."""
+    ready = [line for line in launches.get("two").process.lines if "ready: http" in line]
+    assert [json.loads(line)["level"] for line in ready] == ["info"]
+    assert all(isinstance(json.loads(line), dict) for line in launches.get("two").process.lines)
+    assert not any(line.startswith("{") for line in launches.get("one").process.lines)
+
+
+def prove_drain_timeout(launches: Launches) -> None:
+    """With 0 seconds a signal cuts a running answer, and the end is orderly all the same."""
+    body = {"prompt": [5] * 8, "max_tokens": 240, "ignore_eos": True, "stream": True, "n": 16}
+    with serving("--drain-timeout", "0") as served:
+        url = served.url + "/v1/completions"
+        with httpx.stream("POST", url, json={"model": "tiny-random", **body}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            served.process.signal(signal.SIGTERM)
+            text = ""
+            with suppress(httpx.RemoteProtocolError):
+                text = "".join(lines)
+        assert "[DONE]" not in text
+        assert served.process.wait() == 0
+
+
 def refused(*flags: str, words: str) -> Proof:
     """``plan`` refuses, as ``serve`` would, with exit code 2 and the option's name."""
 
@@ -244,6 +271,12 @@ PROOFS: Final[Mapping[str, Proof]] = MappingProxyType(
         "api_key_file": key_is_needed("two"),
         "evidence": prove_evidence,
         "log_level": prove_log_level,
+        "log_format": prove_log_format,
+        "drain_timeout": prove_drain_timeout,
+        "otlp_endpoint": refused(
+            *("tiny-random", "--otlp-endpoint", "udp://x:4317"),
+            words="--otlp-endpoint udp://x:4317: is no http://",
+        ),
     }
 )
 

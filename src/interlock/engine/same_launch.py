@@ -13,7 +13,7 @@ from interlock.plan.receipts import option_of
 
 OWN: Final = frozenset(
     {"node_rank", "host", "port", "api_key_set", "evidence", "log_level", "served_model_name", "model"}
-    | {"provenance", "memory", "card"}
+    | {"provenance", "memory", "card", "log_format", "drain_timeout", "otlp_endpoint"}
 )
 """Items that may differ between nodes, or are compared in their own way."""
 

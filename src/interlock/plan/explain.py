@@ -46,7 +46,16 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "window_pages",
         "prefix_cache",
     ),
-    "Server": ("host", "port", "api_key_set", "evidence", "log_level"),
+    "Server": (
+        "host",
+        "port",
+        "api_key_set",
+        "evidence",
+        "log_level",
+        "log_format",
+        "drain_timeout",
+        "otlp_endpoint",
+    ),
 }
 """Items by group. ``card``, ``memory`` and ``provenance`` are shown in their own way."""
 

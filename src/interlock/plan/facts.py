@@ -16,6 +16,7 @@ import msgspec
 from interlock.errors import Refusal
 
 CORE_PACKAGES: Final = ("torch", "numpy", "safetensors", "tokenizers", "pyzmq", "msgspec")
+TRACING_PACKAGES: Final = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 COMPILERS: Final = ("c++", "g++", "clang++")
 SHM: Final = Path("/dev/shm")
 
@@ -72,7 +73,7 @@ def probe(*, packages: Iterable[str] = (), visible_devices: str | None = None) -
         memory_total=total,
         memory_available=available,
         devices=nvidia_devices(visible_devices),
-        packages=installed({*CORE_PACKAGES, *packages}),
+        packages=installed({*CORE_PACKAGES, *TRACING_PACKAGES, *packages}),
         cxx_compiler=next(filter(None, map(shutil.which, COMPILERS)), None),
         native_kernels_problem=native_cpu_unavailable(),
     )

@@ -70,6 +70,9 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         stall_timeout: seconds after which a silent rank ends the server.
         evidence: "require", "warn" or "off": what to do about a launch that no evidence proves.
         dist_init: host:port of the ranks' rendezvous, "" for a free local port.
+        log_format: "text" or "json".
+        drain_timeout: seconds that running requests may go on after SIGTERM.
+        otlp_endpoint: URL of an OTLP/HTTP collector of traces, "" for none.
     """
 
     model: str
@@ -117,6 +120,9 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     evidence: str
     stall_timeout: float
     log_level: str
+    log_format: str = "text"
+    drain_timeout: float = 20.0
+    otlp_endpoint: str = ""
 
     memory: MemoryEstimate
     provenance: dict[str, Provenance]

@@ -17,10 +17,11 @@ from interlock.plan.decided import Decided, asked_text, from_model, rule
 from interlock.plan.device import Compute, decide_compute
 from interlock.plan.facts import MachineFacts
 from interlock.plan.join import Declarations, Situation, exchanges
-from interlock.plan.launch_plan import LaunchPlan, Source
+from interlock.plan.launch_plan import LaunchPlan
 from interlock.plan.memory import Fixed, PageSpaces, available_bytes, decide_pools, estimate, widest_window
 from interlock.plan.moe import Experts, check_a2a, decide_a2a, decide_experts
 from interlock.plan.nearest import with_alternatives
+from interlock.plan.server import server_items
 from interlock.plan.topology import World, decide_ep, decide_world
 from interlock.plan.weights import (
     DTYPE_BYTES,
@@ -132,7 +133,7 @@ def _resolve(
         "window_pages": pools.window_pages,
         "prefix_cache": from_.switch(options, "prefix_cache"),
         "sliding_window_extra": extra,
-        **_server(options),
+        **server_items(options, facts),
         "memory": rule(estimate(spaces, pools, fixed, available), "sum of the parts, on the largest rank"),
     }
     return _assemble(items)
@@ -195,25 +196,6 @@ def _identity(options: Options, card: ModelCard, model_path: str) -> dict[str, D
         "load_format": from_.text(options, "load_format"),
         "qkv_layout": qkv or rule("auto", found),
         "seed": from_.integer(options, "seed"),
-    }
-
-
-def _server(options: Options) -> dict[str, Decided[Any]]:
-    port = from_.integer(options, "port")
-    if port.value > 65535:
-        raise Refusal(
-            option="--port", given=port.value, rule="ports end at 65535", alternatives=["--port 8000"]
-        )
-    key = next((name for name in ("api_key", "api_key_file") if options.is_set(name)), None)
-    return {
-        "host": from_.text(options, "host"),
-        "port": port,
-        "api_key_set": Decided(True, Source.USER, options.origin(key))
-        if key
-        else Decided(False, Source.DEFAULT, "default of --api-key"),
-        "stall_timeout": from_.number(options, "stall_timeout"),
-        "evidence": from_.text(options, "evidence"),
-        "log_level": from_.text(options, "log_level"),
     }
 
 
