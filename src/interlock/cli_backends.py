@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import groupby
 
 from interlock.errors import Refusal
-from interlock.plan.device import NATIVE, REFERENCE
 from interlock.plan.facts import MachineFacts
 from interlock.plan.join import Declarations
+from interlock.plan.kernel_choice import default_kernels
 from interlock.plan.matrix import Cell, matrix, summaries
 
 
@@ -16,9 +16,8 @@ def show(facts: MachineFacts, *, device: str | None, as_json: bool) -> int:
     device = device or ("cuda" if facts.devices else "cpu")
     if device not in ("cpu", "cuda"):
         raise Refusal(option="--device", given=device, rule="is neither cpu nor cuda")
-    native = device == "cpu" and facts.native_kernels_problem is None
     declared = Declarations.registered()
-    cells = list(matrix(declared, facts, device=device, kernels=NATIVE if native else REFERENCE))
+    cells = list(matrix(declared, facts, device=device, kernels=default_kernels(facts, device, 1)))
     if as_json:
         import msgspec
 

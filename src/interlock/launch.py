@@ -8,6 +8,7 @@ from interlock.demo import resolve_model
 from interlock.models.card_reader import read_model_card
 from interlock.options import Options
 from interlock.plan.facts import MachineFacts, probe
+from interlock.plan.join import Declarations
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.plan.resolve import resolve
 
@@ -22,4 +23,6 @@ def plan_launch(model: str, options: Options, facts: MachineFacts | None = None)
     if not options.is_set("model"):
         options = options.changed({"model": model})
     folder: Path = resolve_model(model, source=options.text("demo_source"))
-    return resolve(options, read_model_card(folder), facts or probe(), model_path=folder)
+    declared = Declarations.registered()
+    facts = facts or probe(packages=declared.packages())
+    return resolve(options, read_model_card(folder), facts, model_path=folder, declared=declared)

@@ -91,8 +91,9 @@ _DEFINITIONS: Final = (
         help="where the ranks compute; auto takes GPUs where there are enough of them",
     ),
     Option(
-        "kernels", Kind.CHOICE, AUTO, DEVICE, items=("kernels",), choices=("cpu", "torch"),
-        help="kernel set: cpu is native C++, torch the plain reference for any device",
+        "kernels", Kind.CHOICE, AUTO, DEVICE, items=("kernels",),
+        choices=("cpu", "torch", "triton"),
+        help="kernel set: cpu is native C++, triton is for NVIDIA GPUs, torch the plain reference for any",
         peers=("attention-backend", "kernel-backend"),
     ),
     Option(

@@ -26,10 +26,14 @@ def machine(**changes: Any) -> MachineFacts:
     return MachineFacts(**(fields | changes))
 
 
-def gpu_machine(gpus: int = 8, memory: int = 139 * GIB) -> MachineFacts:
-    """A node of large GPUs."""
-    device = Device(kind="cuda", name="GPU", memory_total=memory, memory_free=memory, capability="9.0")
-    return machine(devices=(device,) * gpus, packages={"torch": "2.11.0+cu130"}, cores=128)
+def gpu_machine(
+    gpus: int = 8, memory: int = 139 * GIB, capability: str = "9.0", triton: str | None = "3.6.0"
+) -> MachineFacts:
+    """A node of H200s, or of GPUs of another compute capability."""
+    name = "NVIDIA H200" if capability == "9.0" else "GPU"
+    device = Device(kind="cuda", name=name, memory_total=memory, memory_free=memory, capability=capability)
+    packages = {"torch": "2.11.0+cu130"} | ({} if triton is None else {"triton": triton})
+    return machine(devices=(device,) * gpus, packages=packages, cores=128)
 
 
 def tiny_card(**changes: Any) -> ModelCard:

@@ -13,8 +13,8 @@ import pytest
 from interlock.errors import Refusal
 from interlock.kernels.availability import native_cpu_unavailable
 from interlock.options import Options
-from interlock.plan.device import ROW_INVARIANT
 from interlock.plan.facts import Device, MachineFacts, load_facts, probe
+from interlock.plan.kernel_choice import ROW_INVARIANT
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.plan.nvml import _select
 from interlock.plan.resolve import resolve
@@ -35,6 +35,38 @@ def test_native_kernels_where_a_compiler_is_and_the_reason_where_not() -> None:
     with pytest.raises(Refusal, match="no C") as caught:
         plan_for(NO_COMPILER, kernels="cpu")
     assert caught.value.alternatives == ("--kernels torch",)
+
+
+def bf16_plan(facts: MachineFacts, **asked: object) -> LaunchPlan:
+    card = tiny_card(weight_format="bfloat16", dtype="bfloat16")
+    return resolve(Options.of(model="m", **asked), card, facts)
+
+
+def test_triton_on_a_gpu_that_can_and_the_reason_where_not() -> None:
+    plan = bf16_plan(gpu_machine(gpus=1))
+    assert (plan.device, plan.kernels) == ("cuda", "triton")
+    assert "triton 3.6.0" in plan.provenance["kernels"].reason
+    assert bf16_plan(gpu_machine(gpus=1), kernels="torch").kernels == "torch"
+    for facts, reason in (
+        (gpu_machine(gpus=1, triton=None), "not installed"),
+        (gpu_machine(gpus=1, capability="7.5"), "8.0 or more, and one has 7.5"),
+        (gpu_machine(gpus=1, capability=""), "one has none"),
+    ):
+        plan = bf16_plan(facts)
+        assert plan.kernels == "torch"
+        assert reason in plan.provenance["kernels"].reason
+        with pytest.raises(Refusal, match=reason) as caught:
+            bf16_plan(facts, kernels="triton")
+        assert "--kernels torch" in caught.value.alternatives
+
+
+def test_triton_without_a_gpu_is_refused_with_kernels_that_run() -> None:
+    with pytest.raises(Refusal, match="run on an NVIDIA GPU, and --device is cpu") as caught:
+        plan_for(kernels="triton")
+    assert caught.value.alternatives == ("--kernels cpu", "--kernels torch")
+    with pytest.raises(Refusal, match="--device is cpu") as caught:
+        bf16_plan(gpu_machine(gpus=1), kernels="triton", device="cpu")
+    assert caught.value.alternatives[0] == "--device cuda"
 
 
 def test_cores_are_shared_among_the_ranks_of_a_node() -> None:
@@ -74,6 +106,7 @@ def test_row_invariant_kernel_sets_are_those_whose_classes_say_so() -> None:
     from interlock.kernels.torch_reference import TorchKernels
 
     assert ("torch" in ROW_INVARIANT) == TorchKernels.row_invariant
+    assert "triton" not in ROW_INVARIANT
     if native_cpu_unavailable() is None:
         from interlock.kernels.cpu.kernels import CpuKernels
 

@@ -6,6 +6,7 @@ import importlib.util
 import platform
 import shutil
 import sys
+from collections.abc import Iterable
 
 COMPILER_NAMES = ("c++", "g++", "clang++")
 
@@ -36,4 +37,31 @@ def triton_unavailable() -> str | None:
             'kernels "triton" need the package triton, which comes with the CUDA builds of torch '
             '(a CPU build brings none); kernels "cpu" and "torch" run without a GPU'
         )
+    return None
+
+
+MIN_CAPABILITY = (8, 0)
+"""Least compute capability of a GPU that the Triton kernels are written for (bfloat16 tensor cores)."""
+
+
+def capability_of(text: str) -> tuple[int, int]:
+    """``"9.0"`` -> ``(9, 0)``; (0, 0) where the driver tells none."""
+    major, _, minor = text.partition(".")
+    return (int(major), int(minor or 0)) if major.isdigit() and (minor or "0").isdigit() else (0, 0)
+
+
+def triton_problem(version: str | None, capabilities: Iterable[str]) -> str | None:
+    """Why the kernel set "triton" cannot compute on a machine, or None.
+
+    Args:
+        version: of the package triton there, None where it is not installed.
+        capabilities: compute capability of each GPU that is to be used, such as "9.0".
+    """
+    if version is None:
+        return "they need the package triton, which comes with the CUDA builds of torch and is not installed"
+    for capability in capabilities:
+        if capability_of(capability) < MIN_CAPABILITY:
+            least = ".".join(map(str, MIN_CAPABILITY))
+            found = capability or "none"
+            return f"they need a GPU of compute capability {least} or more, and one has {found}"
     return None

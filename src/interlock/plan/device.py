@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from interlock.errors import Refusal
 from interlock.options import Options
@@ -11,11 +11,8 @@ from interlock.plan.card import ModelCard
 from interlock.plan.decided import Decided, asked_integer, asked_text, from_model, rule
 from interlock.plan.facts import MachineFacts
 from interlock.plan.join import Declarations
+from interlock.plan.kernel_choice import decide_kernels
 from interlock.plan.topology import World
-
-NATIVE, REFERENCE = "cpu", "torch"
-ROW_INVARIANT: Final = frozenset({NATIVE})
-"""Kernel sets whose classes declare ``row_invariant``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +42,8 @@ def decide_compute(
     device = _device(options, facts, world, declared)
     dtype = asked_text(options, "dtype") or _card_dtype(card)
     kv_dtype = asked_text(options, "kv_cache_dtype") or rule(dtype.value, "as --dtype")
-    return Compute(
-        device, _kernels(options, facts, device.value), _threads(options, facts, world), dtype, kv_dtype
-    )
+    kernels = decide_kernels(options, facts, device.value, world.local_ranks)
+    return Compute(device, kernels, _threads(options, facts, world), dtype, kv_dtype)
 
 
 def _device(options: Options, facts: MachineFacts, world: World, declared: Declarations) -> Decided[str]:
@@ -69,39 +65,6 @@ def _device(options: Options, facts: MachineFacts, world: World, declared: Decla
     if problem:
         return rule("cpu", problem if count else "no GPU found")
     return rule("cuda", f"{count} GPUs found for {needed} ranks")
-
-
-def _kernels(options: Options, facts: MachineFacts, device: str) -> Decided[str]:
-    asked = asked_text(options, "kernels")
-    problem = facts.native_kernels_problem
-    if device != "cpu":
-        problem = f"the native kernels run on a CPU, and --device is {device}"
-    if options.switch("deterministic"):
-        _refuse_varying(asked.value if asked else REFERENCE if problem else NATIVE, problem, device)
-    if asked is None:
-        if problem:
-            return rule(REFERENCE, f"native CPU kernels cannot be used: {problem}")
-        return rule(NATIVE, "a C++ compiler is there, and --device is cpu")
-    if asked.value == NATIVE and problem:
-        raise Refusal(
-            option="--kernels", given=asked.value, rule=problem, alternatives=[f"--kernels {REFERENCE}"]
-        )
-    return asked
-
-
-def _refuse_varying(kernels: str, problem: str | None, device: str) -> None:
-    """Refuse kernels whose bits depend on other rows; ``problem``: why the native ones cannot run."""
-    if kernels in ROW_INVARIANT:
-        return
-    rule_text = f"its kernels must be row-invariant, and --kernels {kernels} are not"
-    alternatives = ["--no-deterministic"]
-    if device != "cpu":
-        alternatives.insert(0, f"--device cpu --kernels {NATIVE}")
-    elif problem:
-        rule_text += f"; {problem}"
-    else:
-        alternatives.insert(0, f"--kernels {NATIVE}")
-    raise Refusal(option="--deterministic", given="", rule=rule_text, alternatives=alternatives)
 
 
 def _threads(options: Options, facts: MachineFacts, world: World) -> Decided[int]:

@@ -15,7 +15,7 @@ import msgspec
 
 from interlock.errors import Refusal
 
-CORE_PACKAGES: Final = ("torch", "numpy", "safetensors", "tokenizers", "pyzmq", "msgspec")
+CORE_PACKAGES: Final = ("torch", "numpy", "safetensors", "tokenizers", "pyzmq", "msgspec", "triton")
 TRACING_PACKAGES: Final = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 COMPILERS: Final = ("c++", "g++", "clang++")
 SHM: Final = Path("/dev/shm")
