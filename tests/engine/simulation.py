@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -116,8 +116,12 @@ class FakeModel:
         self.windowed = np.full((geometry.window_pages * self.page_size, 2), -7, dtype=np.int64)
         self.scheduler = scheduler
 
-    def forward(self, batch: Batch) -> SampledTokens:
+    def forward(self, batch: Batch, after: SampledTokens | None = None) -> SampledTokens:
+        """``after``: the results of the step before, for a batch that was scheduled ahead of them."""
         arrays = decode_arrays(encode_arrays(batch.arrays))
+        if batch.sources is not None:
+            assert after is not None
+            arrays = replace(arrays, token_ids=after.token_ids[batch.sources])
         owners = [c.request for c in batch.chunks] if batch.chunks else list(batch.requests)
         self._check_shapes(arrays, len(owners))
         self._write(self.full, arrays.full_slots, arrays, self._published("full"))
@@ -265,6 +269,7 @@ class Simulation:
         self.streams: dict[str, Stream] = {}
         self.checked = checked
         self.phases: list[Phase] = []
+        self.ahead_steps = 0
 
     def add(self, prompt: Sequence[int], name: str | None = None, *, priority: int = 0, **params: Any) -> str:
         name = f"r{len(self.streams)}" if name is None else name

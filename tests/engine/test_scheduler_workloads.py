@@ -40,7 +40,13 @@ def random_params(rng: random.Random, longest: int) -> dict[str, Any]:
 
 
 def run_workload(
-    seed: int, requests: int, windows: Sequence[int | None], *, abort_rate: float = 0.08, **plan: Any
+    seed: int,
+    requests: int,
+    windows: Sequence[int | None],
+    *,
+    abort_rate: float = 0.08,
+    looks_ahead: bool = False,
+    **plan: Any,
 ) -> Simulation:
     rng = random.Random(seed)
     sim = Simulation(sim_plan(windows, **plan))
@@ -61,11 +67,16 @@ def run_workload(
         if batch is None:
             assert not sim.scheduler.has_work
             continue
-        sampled = sim.model.forward(batch)
-        if rng.random() < abort_rate:
-            sim.abort(rng.choice([*sim.streams, "unknown"]))
-        sim.receive(sim.scheduler.commit(batch, sampled))
-        check_pages(sim.scheduler)
+        sampled = None
+        while batch is not None:
+            sampled = sim.model.forward(batch, sampled)
+            if rng.random() < abort_rate:
+                sim.abort(rng.choice([*sim.streams, "unknown"]))
+            ahead = sim.scheduler.schedule_ahead() if looks_ahead and rng.random() < 0.95 else None
+            sim.ahead_steps += ahead is not None
+            sim.receive(sim.scheduler.commit(batch, sampled))
+            check_pages(sim.scheduler)
+            batch = ahead
     sim.verify_all()
     sim.verify_empty()
     return sim
@@ -99,9 +110,17 @@ def test_random_workload_under_pressure(windows: str, page_size: int) -> None:
     slack=st.sampled_from([0, 3, 40]),
     rows=st.integers(1, 6),
     cached=st.booleans(),
+    ahead=st.booleans(),
 )
 def test_any_workload_finishes_with_the_right_tokens(
-    seed: int, windows: Sequence[int | None], page_size: int, chunk: int, slack: int, rows: int, cached: bool
+    seed: int,
+    windows: Sequence[int | None],
+    page_size: int,
+    chunk: int,
+    slack: int,
+    rows: int,
+    cached: bool,
+    ahead: bool,
 ) -> None:
     """For any pool that holds one longest request the workload ends, and nothing is lost or doubled."""
     run_workload(
@@ -115,13 +134,15 @@ def test_any_workload_finishes_with_the_right_tokens(
         chunked_prefill_size=chunk,
         max_running_requests=rows,
         prefix_cache=cached,
+        looks_ahead=ahead,
     )
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("windows", "requests"), [("full", 120), ("hybrid", 120), ("window", 120)])
-def test_workload_with_every_kind_of_trouble(windows: str, requests: int) -> None:
+def test_workload_with_every_kind_of_trouble(windows: str, requests: int, ahead: bool) -> None:
     """F06: aborts, disconnects while a step runs, flushes, retractions and refusals in one workload."""
-    check_long_workload(windows, requests)
+    check_long_workload(windows, requests, ahead)
 
 
 @pytest.mark.slow
@@ -131,7 +152,7 @@ def test_workload_of_2000_requests(windows: str) -> None:
     check_long_workload(windows, 2000)
 
 
-def check_long_workload(windows: str, requests: int) -> None:
+def check_long_workload(windows: str, requests: int, ahead: bool = False) -> None:
     sim = run_workload(
         requests,
         requests,
@@ -142,7 +163,9 @@ def check_long_workload(windows: str, requests: int) -> None:
         window_pages=24,
         chunked_prefill_size=24,
         max_running_requests=12,
+        looks_ahead=ahead,
     )
+    assert (sim.ahead_steps > requests // 4) == ahead
     stats = sim.scheduler.stats()
     assert stats.aborts_total > requests // 100
     assert stats.prefix_hits_total > 0

@@ -14,9 +14,20 @@ from interlock.moe.terms import Phase
 _NO_ROWS: Int64s = np.zeros(0, dtype=np.int64)
 
 
-def decode_batch(table: SlotTable, requests: tuple[Request, ...], slots: Int64s, page_size: int) -> Batch:
-    """One token for each of the given requests: the last one known, whose keys are not cached yet."""
-    length = table.length[slots]
+def decode_batch(
+    table: SlotTable,
+    requests: tuple[Request, ...],
+    slots: Int64s,
+    page_size: int,
+    *,
+    sources: Int64s | None = None,
+) -> Batch:
+    """One token for each of the given requests: the last one known, whose keys are not cached yet.
+
+    With ``sources`` it is the one after that, which is still being drawn by those rows of the step before.
+    """
+    lead = 0 if sources is None else 1
+    length = table.length[slots] + lead
     positions = length - 1
     count = len(slots)
     page, offset = np.divmod(positions, page_size)
@@ -32,7 +43,7 @@ def decode_batch(table: SlotTable, requests: tuple[Request, ...], slots: Int64s,
     window_table, window_slots = page_map(table.window)
     arrays = StepArrays(
         phase=Phase.DECODE,
-        token_ids=table.tokens[slots, positions].astype(np.int64),
+        token_ids=table.tokens[slots, positions - lead].astype(np.int64),
         positions=positions,
         query_start=np.arange(count + 1, dtype=np.int32),
         kv_len=length.astype(np.int32),
@@ -44,7 +55,13 @@ def decode_batch(table: SlotTable, requests: tuple[Request, ...], slots: Int64s,
         prompt_rows=_NO_ROWS,
         live_tokens=count,
     )
-    return Batch(arrays=arrays, requests=requests, slots=slots, sampling=SamplingRows.of(table, slots))
+    return Batch(
+        arrays=arrays,
+        requests=requests,
+        slots=slots,
+        sampling=SamplingRows.of(table, slots, lead=lead),
+        sources=sources,
+    )
 
 
 def prefill_batch(table: SlotTable, chunks: Sequence[Chunk], page_size: int) -> Batch:

@@ -103,8 +103,9 @@ class SamplingRows:
     plain_greedy: bool
 
     @classmethod
-    def of(cls, table: SlotTable, slots: Int64s) -> SamplingRows:
-        length = table.length[slots]
+    def of(cls, table: SlotTable, slots: Int64s, *, lead: int = 0) -> SamplingRows:
+        """Parameters of ``slots`` when ``lead`` more tokens of each will be known."""
+        length = table.length[slots] + lead
         adjusts = table.adjusts[slots] | (length - table.prompt_len[slots] < table.min_tokens[slots])
         temperature = table.temperature[slots]
         logprobs = table.logprobs[slots]
@@ -149,6 +150,8 @@ class Batch:
         slots: int64 [m], their rows in the slot table.
         chunks: prefill only, every request that takes part.
         prompt_scores: who wants the rows of ``arrays.prompt_rows``, in that order.
+        sources: int64 [n], for a step that was scheduled before the tokens of the step before it were known:
+            rows of that step whose sampled tokens are this step's ``token_ids``.
     """
 
     arrays: StepArrays
@@ -157,6 +160,7 @@ class Batch:
     sampling: SamplingRows
     chunks: tuple[Chunk, ...] = ()
     prompt_scores: tuple[PromptScores, ...] = ()
+    sources: Int64s | None = None
 
     @property
     def phase(self) -> Phase:

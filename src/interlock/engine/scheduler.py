@@ -1,7 +1,8 @@
 """Continuous batching for one replica: who computes what in the next step, and what its result means.
 
 The engine calls ``schedule``, runs the model on the batch, samples, and calls ``commit``; requests are added
-and aborted in between. No torch, no communication.
+and aborted in between. While a decode step runs, ``schedule_ahead`` may make the next one. No torch, no
+communication.
 
 **Why it cannot deadlock.** Requests are totally ordered by rank = (priority, arrival). A request that needs a
 page takes a free one, else one that only the prefix cache holds, else one of a request of larger rank, which
@@ -111,7 +112,8 @@ class Scheduler:
         self._decoding: dict[Request, None] = {}
         self._decode_rows: tuple[tuple[Request, ...], Int64s] | None = None
         self._in_flight: Batch | None = None
-        self._departing: list[Request] = []
+        self._ahead: Batch | None = None
+        self._departing: dict[Request, bool] = {}
         self._last_phase: Phase | None = None
         self._blocked: tuple[Request, int, int] | None = None
         self._inspected: set[Request] = set()
@@ -169,7 +171,7 @@ class Scheduler:
             if self._in_flight is None:
                 self._leave(request)
             else:
-                self._departing.append(request)
+                self._departing[request] = False
         self._forget(request)
         request.state = State.FINISHED
         return [delta(request, (), finish_reason="abort")]
@@ -251,6 +253,35 @@ class Scheduler:
         other = Phase.DECODE if first is Phase.PREFILL else Phase.PREFILL
         return self._launch(first) or self._launch(other)
 
+    def schedule_ahead(self) -> Batch | None:
+        """The decode step after the one in flight, made before that one's tokens are known; commit both in order.
+
+        None where the next step must wait: somebody may start, a row's sampling looks at earlier tokens, or
+        pages are short. A request that turns out to have ended takes part in vain; its row is dropped.
+        """
+        batch = self._in_flight
+        if batch is None or self._ahead is not None or batch.chunks or self._inspected:
+            return None
+        if batch.sampling.adjusts.any() or self._prefill_bound():
+            return None
+        length = self.table.length[batch.slots]
+        goes_on = length + 1 - self.table.prompt_len[batch.slots] < self.table.max_tokens[batch.slots]
+        goes_on &= np.fromiter((r.state is State.DECODING for r in batch.requests), np.bool_, len(length))
+        rows = np.flatnonzero(goes_on)
+        if not len(rows):
+            return None
+        slots = batch.slots[rows]
+        if not self._grow_at_once(slots, length[rows] // self.geometry.page_size):
+            return None
+        requests = batch.requests if len(rows) == len(length) else tuple(batch.requests[i] for i in rows)
+        ahead = decode_batch(self.table, requests, slots, self.geometry.page_size, sources=rows)
+        if ahead.sampling.adjusts.any():
+            return None
+        self._ahead = ahead
+        self._steps += 1
+        self._count.steps_decode += 1
+        return ahead
+
     def idle_step(self, phase: Phase) -> Batch:
         """A step of no tokens, for when other replicas work in ``phase`` and this one cannot."""
         self._last_phase = phase
@@ -276,21 +307,29 @@ class Scheduler:
         if not requests:
             return None
         page = (self.table.length[slots] - 1) // self.geometry.page_size
-        growing = page >= self.table.pages[slots]
-        count = int(np.count_nonzero(growing))
-        if count > self.store.available():
+        if not self._grow_at_once(slots, page):
+            growing = page >= self.table.pages[slots]
             self._grow_under_pressure([requests[i] for i in np.flatnonzero(growing)])
             requests, slots = self._decode_order()
             if not requests:
                 return None
-        elif count:
+        return decode_batch(self.table, requests, slots, self.geometry.page_size)
+
+    def _grow_at_once(self, slots: Int64s, page: Int64s) -> bool:
+        """Give each slot its page of index ``page`` where it lacks it; False, changing nothing, when pages are
+        short."""
+        growing = page >= self.table.pages[slots]
+        count = int(np.count_nonzero(growing))
+        if count > self.store.available():
+            return False
+        if count:
             rows, pages = slots[growing], page[growing]
             if self.table.full is not None:
                 self.table.full[rows, pages] = self.store.take_full(count)
             if self.table.window is not None:
                 self.table.window[rows, pages] = self.store.take_window(count)
             self.table.pages[rows] += 1
-        return decode_batch(self.table, requests, slots, self.geometry.page_size)
+        return True
 
     def _decode_order(self) -> tuple[tuple[Request, ...], Int64s]:
         if self._decode_rows is None:
@@ -460,7 +499,7 @@ class Scheduler:
     # ---- results of a step
 
     def commit(self, batch: Batch, sampled: SampledTokens) -> list[TokenDelta]:
-        """Take in the results of the batch that ``schedule`` returned last; an idle step changes nothing.
+        """Take in the results of the batch that is in flight; an idle step changes nothing.
 
         Raises:
             RuntimeError: another batch is in flight.
@@ -468,8 +507,8 @@ class Scheduler:
         if self._in_flight is None and not batch.arrays.live_tokens:
             return []
         if batch is not self._in_flight:
-            raise RuntimeError("only the batch that was scheduled last can be committed")
-        self._in_flight = None
+            raise RuntimeError("only the batch that has been in flight for longest can be committed")
+        self._in_flight, self._ahead = self._ahead, None
         for scores, entries in zip(batch.prompt_scores, sampled.prompt_logprobs, strict=True):
             assert scores.request.prompt_logprobs is not None
             scores.request.prompt_logprobs.extend(entries)
@@ -487,10 +526,14 @@ class Scheduler:
             deltas.append(message)
             if message.finish_reason is not None:
                 self._finish(request)
-        for request in self._departing:
-            self._leave(request)
-        self._departing.clear()
+        self._let_go()
         return deltas
+
+    def _let_go(self) -> None:
+        """Take out the requests that ended, but for those that the step in flight still works on."""
+        busy = frozenset(self._in_flight.requests) if self._in_flight and self._departing else frozenset()
+        for request in [request for request in self._departing if request not in busy]:
+            self._leave(request, spoilt=self._departing.pop(request))
 
     def _commit_chunks(self, batch: Batch) -> list[TokenDelta]:
         deltas = []
@@ -530,7 +573,11 @@ class Scheduler:
                     self.pages.drop_behind_window(requests[index])
 
     def _finish(self, request: Request, *, spoilt: bool = False) -> None:
-        self._leave(request, spoilt=spoilt)
+        if self._in_flight is None:
+            self._leave(request, spoilt=spoilt)
+        else:
+            self._forget(request)
+            self._departing[request] = spoilt
         request.state = State.FINISHED
         self._inspected.discard(request)
         del self._requests[request.id]
