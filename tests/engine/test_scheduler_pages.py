@@ -368,7 +368,7 @@ def test_commit_of_another_batch_is_refused() -> None:
         sim.scheduler.schedule()
     sampled = sim.model.forward(batch)
     sim.scheduler.commit(batch, sampled)
-    with pytest.raises(RuntimeError, match="scheduled last"):
+    with pytest.raises(RuntimeError, match="in flight for longest"):
         sim.scheduler.commit(batch, sampled)
 
 
