@@ -65,11 +65,12 @@ def serve(options: Options) -> int:
     from interlock.evidence.standing import admit
 
     unproven = admit(plan, machine)
+    _log(plan.log_level, plan.log_format)
+    say = _say_in_log if plan.log_format == "json" else _say
     if place.is_first:
-        _say(_summary(plan))
+        say(_summary(plan))
     if place.is_first and unproven:
-        _say(unproven)
-    _log(plan.log_level)
+        say(unproven)
     from interlock.serve import serve as run
 
     return run(plan, api_key=key.reveal() if key else None, place=place)
@@ -269,10 +270,16 @@ def _summary(plan: LaunchPlan) -> str:
     return summary(plan)
 
 
-def _log(level: str) -> None:
+def _log(level: str, form: str = "text") -> None:
+    from interlock.logs import configure
+
+    configure(level, form)
+
+
+def _say_in_log(text: str) -> None:
     import logging
 
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("interlock").info(text)
 
 
 def _say(text: str) -> None:

@@ -16,8 +16,7 @@ from interlock.server.serve import listen, make_server
 def live_server(app: FastAPI) -> Iterator[str]:
     """Yields the base URL, without /v1."""
     listener = listen("127.0.0.1", 0)
-    server = make_server(app, drain_seconds=1)
-    server.config.timeout_graceful_shutdown = 1
+    server = make_server(app, cut_seconds=1)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     try:

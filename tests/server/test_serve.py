@@ -10,18 +10,17 @@ import pytest
 
 from interlock.errors import StartupError
 from interlock.server.app import create_app
-from interlock.server.serve import listen, make_server, serve
+from interlock.server.serve import listen, make_server
 from interlock.server.settings import ServerSettings
 from interlock.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 
 
-def test_port_in_use_is_a_user_error(tokenizer: Tokenizer) -> None:
+def test_port_in_use_is_a_user_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        app = create_app(FakeEngine(), tokenizer, ServerSettings(model_names=("tiny",)))
         with pytest.raises(StartupError, match=f"{port}.*--port"):
-            asyncio.run(serve(app, "127.0.0.1", port))
+            listen("127.0.0.1", port)
 
 
 def test_unknown_host_is_a_user_error() -> None:
@@ -40,7 +39,7 @@ def test_drain(tokenizer: Tokenizer, long_answer: bool) -> None:
         listener = listen("127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         app = create_app(engine, tokenizer, ServerSettings(model_names=("tiny",)))
-        server = make_server(app, drain_seconds=1)
+        server = make_server(app, cut_seconds=1)
         running = asyncio.create_task(server.serve(sockets=[listener]))
         text = ""
         async with httpx.AsyncClient(base_url=url, timeout=20) as client:

@@ -12,16 +12,21 @@ from interlock.server.chat import chat_router
 from interlock.server.completions import completions_router
 from interlock.server.context import ServerContext
 from interlock.server.errors import install_error_handlers
+from interlock.server.gate import Gate, GateMiddleware
 from interlock.server.info import info_router
 from interlock.server.metrics import Metrics, plan_digest
 from interlock.server.prompts import ContextLimit
+from interlock.server.request_log import RequestLogMiddleware
 from interlock.server.settings import ServerSettings
 from interlock.server.token_names import TokenNames
 from interlock.server.tokens import tokens_router
+from interlock.server.tracing import NoTracer, Tracer
 from interlock.tokenizer import Tokenizer
 
 
-def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
+def create_app(
+    engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings, *, tracer: Tracer | None = None
+) -> FastAPI:
     """The application. ``app.state.context`` holds what its endpoints share.
 
     There is no CORS header and no interactive documentation (it would load scripts from elsewhere);
@@ -33,6 +38,8 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
         settings=settings,
         metrics=Metrics(engine, settings.model_names[0]),
         names=TokenNames(tokenizer),
+        tracer=tracer or NoTracer(),
+        gate=Gate(),
         limit=ContextLimit.from_plan(engine.plan),
         vocab_size=min(tokenizer.vocab_size, engine.plan.card.vocab_size),
         created=int(time.time()),
@@ -43,6 +50,9 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     for router in (completions_router, chat_router, tokens_router, info_router):
         app.include_router(router(context))
     install_error_handlers(app, context.metrics.rejected)
+    rejected = context.metrics.rejected
     if settings.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key, on_rejected=context.metrics.rejected)
+        app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key, on_rejected=rejected)
+    app.add_middleware(GateMiddleware, gate=context.gate, on_rejected=rejected)
+    app.add_middleware(RequestLogMiddleware)
     return app

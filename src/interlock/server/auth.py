@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from interlock.server.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
 """Paths that need no key, as load balancers and Prometheus expect (vLLM and SGLang leave them open too)."""
 
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from interlock.engine.client_protocol import EngineClient
 from interlock.server.errors import ApiError, bad_request
+from interlock.server.gate import Gate
 from interlock.server.metrics import Metrics
 from interlock.server.prompts import ContextLimit
 from interlock.server.settings import ServerSettings
 from interlock.server.token_names import TokenNames
+from interlock.server.tracing import Tracer
 from interlock.tokenizer import Detokenizer, Tokenizer
 
 
@@ -26,6 +28,8 @@ class ServerContext:
     tokenizer: Tokenizer
     settings: ServerSettings
     metrics: Metrics
+    tracer: Tracer
+    gate: Gate
     names: TokenNames
     limit: ContextLimit
     vocab_size: int

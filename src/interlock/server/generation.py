@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from dataclasses import dataclass
 import msgspec
 
 from interlock.engine.client_protocol import EngineClient
-from interlock.engine.messages import AddRequest, SamplingParams, TokenDelta
+from interlock.engine.messages import AddRequest, SamplingParams
+from interlock.server.choice_times import ChoiceClock
 from interlock.server.context import ServerContext
 from interlock.server.errors import ApiError
 from interlock.server.metrics import Metrics
@@ -53,6 +53,7 @@ class Generation:
         """
         self._engine: EngineClient = context.engine
         self._metrics: Metrics = context.metrics
+        self._tracer = context.tracer
         self._arrival = arrival
         self._prompt_lengths = [len(prompt.token_ids) for prompt in prompts]
         self._submitted: set[str] = set()
@@ -122,13 +123,12 @@ class Generation:
         """Pieces of one choice; sees to it that the engine's request ends and is counted once."""
         output, request_id = choice.output, choice.request.request_id
         self._submitted.add(request_id)
-        timer = _TokenTimer(self._metrics, self._arrival)
-        self._metrics.started(len(choice.request.token_ids))
+        clock = ChoiceClock(self._metrics, self._tracer, choice.request, self._arrival)
         failed = False
         stream = self._engine.stream(choice.request)
         try:
             async for delta in stream:
-                timer.saw(delta)
+                clock.saw(delta)
                 if delta.finish_reason is not None:
                     self._submitted.discard(request_id)
                 if delta.finish_reason == "error":
@@ -146,11 +146,11 @@ class Generation:
         finally:
             await self._abort_one(request_id)
             if output.finish_reason not in (None, "abort"):
-                timer.finished(output.finish_reason, output.completion_tokens)
+                clock.finished(output.finish_reason, output.completion_tokens)
             elif failed:
-                self._metrics.failed()
+                clock.failed()
             else:
-                self._metrics.aborted()
+                clock.aborted()
             if isinstance(stream, AsyncGenerator):
                 await stream.aclose()
 
@@ -158,27 +158,3 @@ class Generation:
         if request_id in self._submitted:
             self._submitted.discard(request_id)
             await self._engine.abort(request_id)
-
-
-class _TokenTimer:
-    """Times of one choice's tokens, into the metrics."""
-
-    def __init__(self, metrics: Metrics, arrival: float) -> None:
-        self._metrics = metrics
-        self._arrival = arrival
-        self._last: float | None = None
-
-    def saw(self, delta: TokenDelta) -> None:
-        if delta.queue_seconds is not None:
-            self._metrics.queued(delta.queue_seconds)
-        if not delta.token_ids:
-            return
-        now = time.perf_counter()
-        if self._last is None:
-            self._metrics.first_token(now - self._arrival)
-        else:
-            self._metrics.next_tokens(now - self._last, len(delta.token_ids))
-        self._last = now
-
-    def finished(self, reason: str, completion_tokens: int) -> None:
-        self._metrics.finished(reason, time.perf_counter() - self._arrival, completion_tokens)

@@ -49,11 +49,21 @@ def info_router(context: ServerContext) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """200 while the engine steps or idles as it should, else 503 with the reason."""
+        """200 while the engine steps or idles as it should, else 503 with the reason: for restarts."""
         reason = context.engine.health()
         if reason is None:
             return _json({"status": "healthy"})
         return _json({"status": "unhealthy", "reason": reason}, 503)
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """200 while new requests are taken, else 503 with the reason: for load balancers."""
+        reason = context.engine.health()
+        if reason is not None:
+            return _json({"status": "unhealthy", "reason": reason}, 503)
+        if not context.gate.is_open:
+            return _json({"status": "draining", "in_flight": context.gate.in_flight}, 503)
+        return _json({"status": "ready"})
 
     @router.get("/metrics")
     async def metrics() -> Response:

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -22,6 +22,9 @@ from prometheus_client.registry import Collector
 from interlock.engine.client_protocol import EngineClient
 from interlock.engine.messages import SchedulerStats
 from interlock.plan.launch_plan import LaunchPlan
+
+if TYPE_CHECKING:
+    from interlock.server.choice_times import ChoiceTimes
 
 _log = logging.getLogger("interlock.server")
 _P = ParamSpec("_P")
@@ -111,6 +114,10 @@ METRIC_NAMES = frozenset(
         "interlock:inter_token_latency_seconds",
         "interlock:e2e_request_latency_seconds",
         "interlock:request_queue_time_seconds",
+        "interlock:request_prefill_time_seconds",
+        "interlock:request_decode_time_seconds",
+        "interlock:request_inference_time_seconds",
+        "interlock:request_time_per_output_token_seconds",
         "interlock:request_prompt_tokens",
         "interlock:request_generation_tokens",
     }
@@ -182,6 +189,20 @@ class Metrics:
         self._queue = histogram(
             "interlock:request_queue_time_seconds", "Arrival at the scheduler to admission.", _TTFT_BUCKETS
         )
+        self._prefill = histogram(
+            "interlock:request_prefill_time_seconds", "Admission to first token.", _TTFT_BUCKETS
+        )
+        self._decode = histogram(
+            "interlock:request_decode_time_seconds", "First token to last token.", _E2E_BUCKETS
+        )
+        self._inference = histogram(
+            "interlock:request_inference_time_seconds", "Admission to last token.", _E2E_BUCKETS
+        )
+        self._per_token = histogram(
+            "interlock:request_time_per_output_token_seconds",
+            "Mean time between tokens, of each choice.",
+            _ITL_BUCKETS,
+        )
         self._prompt = histogram("interlock:request_prompt_tokens", "Prompt length.", _TOKEN_BUCKETS)
         self._generated = histogram("interlock:request_generation_tokens", "Answer length.", _TOKEN_BUCKETS)
         self.registry.register(_EngineCollector(engine, model_name))
@@ -211,11 +232,20 @@ class Metrics:
             self._itl.observe(seconds / count)
 
     @_never_raises
-    def finished(self, reason: str, seconds: float, completion_tokens: int) -> None:
+    def finished(self, times: ChoiceTimes) -> None:
         self.live -= 1
-        self._success.labels(model_name=self._model_name, finished_reason=reason).inc()
-        self._e2e.observe(seconds)
-        self._generated.observe(completion_tokens)
+        self._success.labels(model_name=self._model_name, finished_reason=times.outcome).inc()
+        self._e2e.observe(times.ended - times.arrival)
+        self._generated.observe(times.completion_tokens)
+        for histogram, seconds in (
+            (self._prefill, times.prefill_seconds),
+            (self._decode, times.decode_seconds),
+            (self._per_token, times.seconds_per_token),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
+        if times.prefill_seconds is not None and times.decode_seconds is not None:
+            self._inference.observe(times.prefill_seconds + times.decode_seconds)
 
     @_never_raises
     def aborted(self) -> None:

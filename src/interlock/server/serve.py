@@ -1,8 +1,10 @@
-"""Serves an application over HTTP until a signal ends it."""
+"""A listening socket and an HTTP server for an application."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -38,15 +40,23 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def make_server(app: ASGIApp, *, log_level: str = "warning", drain_seconds: float = 30.0) -> uvicorn.Server:
-    """A uvicorn server for ``app``. Set ``should_exit`` to end it as a SIGTERM would.
+class Server(uvicorn.Server):
+    """A uvicorn server that leaves signals to whoever runs it."""
 
-    The first SIGINT or SIGTERM closes the listening socket and lets running requests go on for up to
-    ``drain_seconds``; a second SIGINT ends at once.
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def make_server(app: ASGIApp, *, cut_seconds: float = 0.0) -> Server:
+    """A server for ``app``; run ``serve(sockets=[listener])`` on the event loop of the engine client.
+
+    Set ``should_exit`` to end it: it closes the socket, and cuts what is not answered after ``cut_seconds``.
+    Log lines go to the loggers ``uvicorn.*`` without handlers of their own.
     """
     config = uvicorn.Config(
         app,
-        log_level=log_level,
+        log_config=None,
         access_log=False,
         lifespan="off",
         loop="auto",
@@ -54,23 +64,6 @@ def make_server(app: ASGIApp, *, log_level: str = "warning", drain_seconds: floa
         ws="none",
         server_header=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(1, round(drain_seconds)),
+        timeout_graceful_shutdown=round(cut_seconds),
     )
-    return uvicorn.Server(config)
-
-
-async def serve(
-    app: ASGIApp, host: str, port: int, *, log_level: str = "warning", drain_seconds: float = 30.0
-) -> None:
-    """Serve ``app`` on ``host``:``port`` until SIGINT or SIGTERM; see ``make_server``.
-
-    Run it on the event loop on which the engine client lives.
-
-    Raises:
-        StartupError: the address cannot be bound.
-    """
-    listener = listen(host, port)
-    try:
-        await make_server(app, log_level=log_level, drain_seconds=drain_seconds).serve(sockets=[listener])
-    finally:
-        listener.close()
+    return Server(config)
