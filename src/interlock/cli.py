@@ -73,7 +73,13 @@ def serve(options: Options) -> int:
         say(unproven)
     from interlock.serve import serve as run
 
-    return run(plan, api_key=key.reveal() if key else None, place=place)
+    try:
+        return run(plan, api_key=key.reveal() if key else None, place=place)
+    except InterlockError as error:
+        if plan.log_format != "json":
+            raise
+        _say_in_log(str(error), "error")
+        return 1
 
 
 @app.command()
@@ -276,10 +282,10 @@ def _log(level: str, form: str = "text") -> None:
     configure(level, form)
 
 
-def _say_in_log(text: str) -> None:
+def _say_in_log(text: str, level: str = "info") -> None:
     import logging
 
-    logging.getLogger("interlock").info(text)
+    logging.getLogger("interlock").log(logging.getLevelNamesMapping()[level.upper()], text)
 
 
 def _say(text: str) -> None:

@@ -69,7 +69,7 @@ async def _answer(engine: Engine, plan: LaunchPlan, api_key: str | None, listene
         server.should_exit = True
         await answering
     if (reason := engine.health()) is not None:
-        raise EngineDeadError(reason)
+        raise EngineDeadError("\n".join(filter(None, (reason, engine.stacks))))
     return code
 
 

@@ -41,6 +41,7 @@ from interlock.engine.messages import (
     Wake,
 )
 from interlock.engine.rank_processes import RankProcesses
+from interlock.engine.stacks import stacks_text
 from interlock.engine.supervisor import PEER_SILENCE_SECONDS, Exit, Pulse, Verdict
 from interlock.errors import EngineDeadError, RequestError, StartupError
 from interlock.plan.launch_plan import LaunchPlan
@@ -60,6 +61,7 @@ class Engine:
     Attributes:
         plan: the launch plan.
         receipts: rank -> plan item -> what that rank observed, complete once started.
+        stacks: after a stall, where the ranks of this node were; too much for clients, so not in ``health``.
     """
 
     def __init__(self, plan: LaunchPlan, endpoints: Endpoints, ranks: RankProcesses, directory: Path) -> None:
@@ -84,6 +86,7 @@ class Engine:
         self._leaving = asyncio.Event()
         self._pulse = Pulse(range(plan.tp_size), plan.stall_timeout)
         self._failure: str | None = None
+        self.stacks = ""
         self._refusal = ""
         self._closing = False
         self._step_listener: Callable[[int, StepRecord], None] | None = None
@@ -268,6 +271,8 @@ class Engine:
             self._verdict.stalls = self._pulse.stalled()
             if self._verdict.has_evidence and not self._closing:
                 await self._await_cause()
+                if self._verdict.stalls:
+                    self.stacks = stacks_text(await asyncio.to_thread(self._ranks.stacks))
                 await self._die(self._verdict.first_error())
                 return
 
@@ -294,7 +299,8 @@ class Engine:
 
     async def _tell_news(self) -> None:
         """Tell the launchers of other ranks how it ends: all is well, or the first error."""
-        message = EngineEnded(reason=self._failure or self._refusal)
+        reason = self._failure or self._refusal
+        message = EngineEnded(reason=reason, is_stall=bool(self._verdict.stalls))
         await self._news.send(msgspec.msgpack.encode(message))
 
     def _fail_requests(self, reason: str) -> None:
@@ -307,7 +313,8 @@ class Engine:
         for task in waits:
             task.cancel()
         if self._failure is not None:
-            raise StartupError(f"the engine did not start\n{self._failure}")
+            told = ("the engine did not start", self._failure, self.stacks)
+            raise StartupError("\n".join(filter(None, told)))
         if not self._all_ready.is_set():
             self._refusal = f"node {self._leaving_node} was told to end while the engine started"
         else:

@@ -38,6 +38,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
         endpoints: known to ranks beside the front end; the others get them through the store.
         reports: address of the launcher, on nodes without the front end.
         ranks_on_node: ranks of this node, consecutive ones.
+        stacks: file descriptor that takes the rank's Python stacks when it is asked for them; -1 for none.
     """
 
     plan: LaunchPlan
@@ -46,6 +47,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: Endpoints | None
     reports: str = ""
     ranks_on_node: int = 1
+    stacks: int = -1
 
 
 class Linked(msgspec.Struct, frozen=True, tag="linked"):

@@ -234,6 +234,10 @@ FromEngine = EngineOutputs | RankReady | RankFailed | Heartbeat | RankEnded | No
 
 
 class EngineEnded(msgspec.Struct, frozen=True, kw_only=True, tag="engine_ended"):
-    """The front end's last word to the launchers of other nodes; ``reason`` is "" for an orderly end."""
+    """The front end's last word to the launchers of other nodes; ``reason`` is "" for an orderly end.
+
+    ``is_stall``: nothing failed, but a rank makes no progress, so it matters where every rank is.
+    """
 
     reason: str
+    is_stall: bool = False

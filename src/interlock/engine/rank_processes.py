@@ -10,6 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from interlock.engine.endpoints import Endpoints, Place, RankSpec
+from interlock.engine.stacks import StackFile, dump
 from interlock.engine.supervisor import Exit
 from interlock.parallel.store_address import StoreAddress
 from interlock.plan.launch_plan import LaunchPlan
@@ -36,6 +37,7 @@ class RankProcesses:
         endpoints: Endpoints | None = None,
         reports: str = "",
     ) -> None:
+        self._stack_files = {rank: StackFile() for rank in place.ranks}
         self._processes = {
             rank: _start(
                 RankSpec(
@@ -45,6 +47,7 @@ class RankProcesses:
                     endpoints=endpoints,
                     reports=reports,
                     ranks_on_node=place.ranks_on_node,
+                    stacks=self._stack_files[rank].descriptor,
                 )
             )
             for rank in place.ranks
@@ -61,6 +64,15 @@ class RankProcesses:
     def process_ids(self) -> dict[int, int]:
         """Rank -> operating-system process id."""
         return {rank: process.pid for rank, process in self._processes.items()}
+
+    def stacks(self) -> dict[int, str]:
+        """Rank -> Python stacks of all its threads, of the ranks that still run. Takes up to a second."""
+        running = {
+            rank: (process.pid, self._stack_files[rank])
+            for rank, process in self._processes.items()
+            if process.poll() is None
+        }
+        return dump(running)
 
     def wait(self, seconds: float) -> bool:
         """Wait for all processes to end; False when some still run after ``seconds``."""
@@ -80,11 +92,16 @@ class RankProcesses:
                 process.kill()
         for process in self._processes.values():
             process.wait()
+        for file in self._stack_files.values():
+            file.close()
 
 
 def _start(spec: RankSpec) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "interlock.engine.worker"], stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-m", "interlock.engine.worker"],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        pass_fds=(spec.stacks,),
     )
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # a process that is gone already tells why by its exit code

@@ -19,6 +19,7 @@ import zmq
 from interlock.engine.endpoints import Endpoints, Linked, Place, socket_directory
 from interlock.engine.messages import EngineEnded, NodeLeaving, RankEnded, RankFailed
 from interlock.engine.rank_processes import RankProcesses
+from interlock.engine.stacks import stacks_text
 from interlock.engine.supervisor import Exit, Verdict
 from interlock.errors import EngineDeadError
 from interlock.plan.launch_plan import LaunchPlan
@@ -70,6 +71,8 @@ class RemoteNode:
         try:
             with _on_signal(self._leave):
                 self._watch(ranks)
+            if self._end is not None and self._end.is_stall:
+                logger.error("%s", stacks_text(ranks.stacks()))
             return self._outcome(ranks.exits())
         finally:
             ranks.close()

@@ -23,6 +23,7 @@ from interlock.engine.rank_loop import FollowerLoop, LeaderLoop, StepChannel
 from interlock.engine.receipts import observe_scheduler
 from interlock.engine.same_launch import refuse_other_launch
 from interlock.engine.scheduler import Scheduler
+from interlock.engine.stacks import answer_with_stacks
 from interlock.logs import configure
 from interlock.parallel.launch import Rendezvous, joined_world
 from interlock.parallel.topology import Groups
@@ -43,6 +44,7 @@ CONSEQUENCES = (
 def main() -> None:
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSpec)
     watch_launcher(sys.stdin.fileno())
+    answer_with_stacks(spec.stacks)
     configure(spec.plan.log_level, spec.plan.log_format, rank=spec.rank)
     sys.exit(run_rank(spec))
 
