@@ -17,6 +17,7 @@ import torch
 from interlock.engine.request import Request
 from interlock.engine.slots import SlotTable
 from interlock.engine.step import PageMap, Step
+from interlock.engine.upload import upload
 from interlock.moe.terms import Phase
 
 Int32s = npt.NDArray[np.int32]
@@ -219,7 +220,7 @@ def to_step(arrays: StepArrays, device: torch.device | str = "cpu") -> Step:
     """The step as tensors on ``device``."""
 
     def tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
+        return upload(array, device)
 
     def page_map(table: Int32s | None, slots: Int64s | None) -> PageMap | None:
         if table is None or slots is None:

@@ -13,17 +13,18 @@ import torch
 
 from interlock.engine.batch import SamplingRows
 from interlock.engine.philox import uniforms
+from interlock.engine.upload import upload
 
 NUCLEUS_SIZES = (128, 2048)
 
 Int64s = npt.NDArray[np.int64]
 
 
-def draw(logits: torch.Tensor, sampling: SamplingRows, rows: Int64s) -> Int64s:
+def draw(logits: torch.Tensor, sampling: SamplingRows, rows: Int64s) -> torch.Tensor:
     """Draw from float32 logits [r, V], which belong to the rows ``rows`` of the batch -> int64 [r]."""
 
     def column(values: npt.NDArray[np.float64] | npt.NDArray[np.float32], dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(values).to(device=logits.device, dtype=dtype)[:, None]
+        return upload(values, logits.device).to(dtype)[:, None]
 
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / column(sampling.temperature[rows], logits.dtype)
     min_p, top_k, top_p = sampling.min_p[rows], sampling.top_k[rows], sampling.top_p[rows]
@@ -48,8 +49,7 @@ def draw(logits: torch.Tensor, sampling: SamplingRows, rows: Int64s) -> Int64s:
     target = column(uniforms(sampling.seed[rows], sampling.positions[rows]), torch.float64) * total
     drawn = torch.searchsorted(cumulative, target, right=True)
     last = torch.searchsorted(cumulative, total)
-    chosen: Int64s = torch.minimum(drawn, last)[:, 0].cpu().numpy()
-    return chosen
+    return torch.minimum(drawn, last)[:, 0].clamp(max=logits.shape[1] - 1)
 
 
 def _keep_top_k(logits: torch.Tensor, top_k: Int64s) -> torch.Tensor:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 
 import torch
 
 from interlock.checkpoint.open import open_checkpoint
 from interlock.checkpoint.source import WeightSource
 from interlock.engine.batch import StepArrays, prompt_row_blocks, to_step
+from interlock.engine.decode_graphs import DecodeGraphs, DecodeOutput
 from interlock.engine.receipts import observe_runner
 from interlock.engine.recorder import recorded
 from interlock.engine.step import Step
+from interlock.engine.step_buffers import Space, StepBuffers
+from interlock.engine.upload import upload
 from interlock.engine.warm_up import warm_up_steps
 from interlock.kernels.registry import get_kernels
 from interlock.kv.cache import KVCache, allocate
@@ -47,6 +51,7 @@ class ModelRunner:
         self.model = load_symbol(model_families()[plan.model_family].model)(self.context)
         self.source: WeightSource | None = None
         self.cache: KVCache | None = None
+        self.graphs: DecodeGraphs | None = None
 
     def load(self) -> None:
         """Read or make the weights, then reserve the KV pools."""
@@ -56,14 +61,34 @@ class ModelRunner:
         self.cache = allocate(self.plan, self.device)
 
     def warm_up(self) -> None:
-        """Run one step of each phase through every layer; writes only to pages that nobody owns yet."""
+        """Run one step of each phase through every layer; writes only to pages that nobody owns yet.
+
+        Then capture the decode steps that the plan wants as CUDA graphs.
+        """
         for step in warm_up_steps(self.plan, self.device):
             hidden = self._forward(step)
             self.logits(hidden[-1:])
+        sizes = self.plan.cuda_graph_sizes
+        if sizes:
+            space = Space(full=self.plan.full_pages > 0, window=self.plan.window_pages > 0)
+            pages = -(-self.plan.max_model_len // self.plan.page_size)
+            buffers = StepBuffers(max(sizes), pages, space, self.device)
+            self.graphs = DecodeGraphs(sizes, self._forward, self.logits, buffers)
+            self.graphs.capture()
 
-    def forward(self, arrays: StepArrays) -> torch.Tensor:
-        """Hidden states [n, h] of one step, after the final norm."""
+    def replay(self, arrays: StepArrays, tokens: torch.Tensor | None = None) -> DecodeOutput | None:
+        """A decode step as a CUDA graph; None where it must run eagerly. See ``DecodeGraphs.replay``."""
+        return None if self.graphs is None else self.graphs.replay(arrays, tokens)
+
+    def forward(self, arrays: StepArrays, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states [n, h] of one step, after the final norm.
+
+        Args:
+            tokens: int64 [n] on the device, in place of ``arrays.token_ids``.
+        """
         step = to_step(arrays, self.device)
+        if tokens is not None:
+            step = replace(step, token_ids=tokens)
         if arrays.inspection:
             with recorded(self.model, self.groups, step, arrays.inspection):
                 return self._forward(step)
@@ -71,11 +96,13 @@ class ModelRunner:
 
     def follow(self, arrays: StepArrays) -> None:
         """Take part in a step whose tokens the replica's leader samples: its forward and all its logits."""
+        if self.replay(arrays) is not None:
+            return
         hidden = self.forward(arrays)
         for rows in prompt_row_blocks(arrays):
-            self.logits(hidden[torch.from_numpy(rows)])
+            self.logits(hidden[upload(rows, self.device)])
         if len(arrays.sample_rows):
-            self.logits(hidden[torch.from_numpy(arrays.sample_rows)])
+            self.logits(hidden[upload(arrays.sample_rows, self.device)])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [m, h] -> float32 logits [m, vocabulary], on every attention-TP rank."""

@@ -16,7 +16,9 @@ import torch
 import zmq
 
 from interlock.engine.batch import Batch, decode_arrays, encode_arrays
+from interlock.engine.execution import StepExecutor
 from interlock.engine.heartbeat import Activity
+from interlock.engine.launched import Launched
 from interlock.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -30,7 +32,6 @@ from interlock.engine.messages import (
     Wake,
 )
 from interlock.engine.model_runner import ModelRunner
-from interlock.engine.sampler import Sampler
 from interlock.engine.scheduler import Scheduler, Wanted, agree
 from interlock.moe.terms import Phase
 from interlock.parallel.group import Group
@@ -115,8 +116,21 @@ class Agreement:
     stop: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was launched and not yet taken in."""
+
+    batch: Batch
+    step: Launched
+    turn: int
+
+
 class LeaderLoop:
-    """Schedules, runs and reports the steps of one replica."""
+    """Schedules, runs and reports the steps of one replica.
+
+    Attributes:
+        overlaps: a step is launched before the one ahead of it is taken in.
+    """
 
     def __init__(
         self,
@@ -135,7 +149,9 @@ class LeaderLoop:
         self._outputs = outputs
         self._replicas = replicas
         self._scheduler = scheduler
-        self._sampler = Sampler()
+        self._executor = StepExecutor(runner)
+        self.overlaps = runner.plan.overlap_schedule
+        self._in_flight: _Flight | None = None
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
         self._early: list[TokenDelta] = []
@@ -148,6 +164,9 @@ class LeaderLoop:
     def run(self) -> None:
         while True:
             self._read_inputs()
+            if self._in_flight is not None:
+                self._go_on(self._in_flight)
+                continue
             self._activity.enter("waiting for ranks")
             agreement = self._agree()
             self._turn += 1
@@ -168,18 +187,32 @@ class LeaderLoop:
         batch = self._scheduler.schedule(phase) or self._scheduler.idle_step(phase)
         if self._channel_is_shared:
             self._channel.send(encode_arrays(batch.arrays))
-        hidden = self._runner.forward(batch.arrays)
-        deltas = self._finish(batch, hidden)
-        self._report(self._early + deltas, self._record(batch) if self._records_steps else None)
+        flight = _Flight(batch, self._executor.launch(batch), self._turn)
+        if self.overlaps:
+            self._in_flight = flight
+        else:
+            self._land(flight)
+
+    def _go_on(self, flight: _Flight) -> None:
+        """Launch the step after the one in flight where it need not wait for it, then take in that one."""
+        self._activity.enter("computing")
+        ahead = None if self._stop else self._scheduler.schedule_ahead()
+        self._in_flight = None
+        if ahead is not None:
+            self._turn += 1
+            self._activity.next_iteration()
+            self._in_flight = _Flight(ahead, self._executor.launch(ahead, flight.step), self._turn)
+        self._land(flight)
+
+    def _land(self, flight: _Flight) -> None:
+        deltas = self._scheduler.commit(flight.batch, flight.step.result())
+        self._report(self._early + deltas, self._record(flight) if self._records_steps else None)
         self._early = []
+        self._turn_begun = time.monotonic()
 
     @property
     def _channel_is_shared(self) -> bool:
         return self._runner.groups.attn_tp.size > 1
-
-    def _finish(self, batch: Batch, hidden: torch.Tensor) -> list[TokenDelta]:
-        sampled = self._sampler.sample_step(batch, hidden, self._runner.logits)
-        return self._scheduler.commit(batch, sampled)
 
     def _agree(self) -> Agreement:
         wanted = self._scheduler.wanted()
@@ -190,9 +223,10 @@ class LeaderLoop:
         wishes = [Wanted(None, prefill, decode) for prefill, decode, _ in everyone]
         return Agreement(phase=agree(wishes, self._last_phase), stop=any(stop for *_, stop in everyone))
 
-    def _record(self, batch: Batch) -> StepRecord:
+    def _record(self, flight: _Flight) -> StepRecord:
+        batch = flight.batch
         return StepRecord(
-            turn=self._turn,
+            turn=flight.turn,
             phase=batch.phase.value,
             tokens=batch.arrays.live_tokens,
             sequences=len(batch.arrays.kv_len),
@@ -208,7 +242,6 @@ class LeaderLoop:
         self._outputs.send(self._encoder.encode(outputs), copy=False)
 
     def _read_inputs(self) -> None:
-        self._turn_begun = time.monotonic()
         every_replica_was_idle = self._last_phase is None
         if every_replica_was_idle and not self._scheduler.has_work and not self._early:
             self._activity.enter("idle")

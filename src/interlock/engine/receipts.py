@@ -22,6 +22,7 @@ def observe_runner(runner: ModelRunner) -> dict[str, object]:
         "qkv_layout": runner.source.report.qkv_layout,
         "device": runner.device.type,
         "kernels": runner.kernels.name,
+        "cuda_graph_sizes": () if runner.graphs is None else runner.graphs.captured,
         "threads": getattr(runner.kernels, "threads", torch.get_num_threads()),
         "seed": torch.initial_seed(),
         "tp_size": runner.groups.world.size,

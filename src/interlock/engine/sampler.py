@@ -20,15 +20,15 @@ import numpy.typing as npt
 import torch
 
 from interlock.engine.batch import Batch, SamplingRows
-from interlock.engine.draw import draw
+from interlock.engine.device_sampling import NOT_FINITE, NOTHING_ALLOWED, Best, draw_on_device
 from interlock.engine.draw_host import draw_host
+from interlock.engine.launched import Done, Launched
 from interlock.engine.logprobs import prompt_logprobs, token_logprobs
 from interlock.engine.messages import TokenLogprob
 from interlock.engine.penalties import adjust_row
 from interlock.engine.sampled import SampledTokens
+from interlock.engine.upload import upload
 
-NOT_FINITE = "the model's logits are not finite for this request (NaN or infinity)"
-NOTHING_ALLOWED = "no token is allowed next: bias, min_tokens and mask together exclude the whole vocabulary"
 BLOCK_ELEMENTS = 1 << 20
 NO_MASKS: Mapping[int, torch.Tensor] = {}
 
@@ -45,7 +45,7 @@ class Sampler:
         logits: Callable[[torch.Tensor], torch.Tensor],
         *,
         masks: Mapping[int, torch.Tensor] = NO_MASKS,
-    ) -> SampledTokens:
+    ) -> Launched:
         """Prompt log-probabilities and next tokens of a step.
 
         Args:
@@ -56,14 +56,33 @@ class Sampler:
         scores = prompt_logprobs(batch, hidden, logits)
         rows = batch.arrays.sample_rows
         if not len(rows):
-            return SampledTokens(token_ids=np.zeros(0, dtype=np.int64), prompt_logprobs=scores)
-        chosen = self.sample(logits(hidden[torch.from_numpy(rows).to(hidden.device)]), batch, masks=masks)
-        return SampledTokens(chosen.token_ids, chosen.logprobs, chosen.errors, scores)
+            return Done(SampledTokens(token_ids=np.zeros(0, dtype=np.int64), prompt_logprobs=scores))
+        return self.start(logits(hidden[upload(rows, hidden.device)]), batch, masks=masks, scores=scores)
+
+    def start(
+        self,
+        logits: torch.Tensor,
+        batch: Batch,
+        *,
+        best: Best | None = None,
+        masks: Mapping[int, torch.Tensor] = NO_MASKS,
+        scores: tuple[tuple[TokenLogprob, ...], ...] = (),
+    ) -> Launched:
+        """``sample``, on a device without waiting for it.
+
+        Args:
+            best: the rows' largest logits where they are known already.
+            scores: prompt log-probabilities to hand on.
+        """
+        if logits.device.type == "cpu":
+            chosen = self.sample(logits, batch, masks=masks)
+            return Done(SampledTokens(chosen.token_ids, chosen.logprobs, chosen.errors, scores))
+        return draw_on_device(logits, batch, best=best, masks=masks, prompt_logprobs=scores)
 
     def sample(
         self, logits: torch.Tensor, batch: Batch, *, masks: Mapping[int, torch.Tensor] = NO_MASKS
     ) -> SampledTokens:
-        """One token for each row.
+        """One token for each row, now. On a CPU; ``draw_on_device`` does the same elsewhere.
 
         Args:
             logits: float32 [m, V], one row for each of ``batch.requests``; not changed.
@@ -86,9 +105,9 @@ class Sampler:
             for row in sorted(changed - errors.keys()):
                 adjust_row(adjusted[row], batch.requests[row])
                 if row in masks:
-                    adjusted[row].masked_fill_(~masks[row].to(adjusted.device), -torch.inf)
+                    adjusted[row].masked_fill_(~masks[row], -torch.inf)
             rows = np.array(sorted(changed), dtype=np.int64)
-            part = adjusted[torch.from_numpy(rows).to(adjusted.device)]
+            part = adjusted[torch.from_numpy(rows)]
             tokens[rows] = _argmax(part)
             for index in _not_finite(part, tokens[rows]):
                 errors.setdefault(int(rows[index]), NOTHING_ALLOWED)
@@ -100,17 +119,13 @@ class Sampler:
 
 def _argmax(logits: torch.Tensor) -> Int64s:
     """Largest entry of each row, lowest index first; the index of a NaN when there is one. int64 [m]."""
-    if logits.device.type == "cpu":
-        first: Int64s = logits.numpy().argmax(axis=-1).astype(np.int64, copy=False)
-        return first
-    best: Int64s = logits.argmax(dim=-1).cpu().numpy()
-    return best
+    first: Int64s = logits.numpy().argmax(axis=-1).astype(np.int64, copy=False)
+    return first
 
 
 def _not_finite(logits: torch.Tensor, best: Int64s) -> dict[int, str]:
     """Rows whose best entry is NaN or infinite (minus infinity when the whole row is)."""
-    ids = torch.from_numpy(best).to(logits.device)
-    values = logits.gather(1, ids[:, None])[:, 0].cpu().numpy()
+    values = logits.gather(1, torch.from_numpy(best)[:, None])[:, 0].numpy()
     return dict.fromkeys(np.flatnonzero(~np.isfinite(values)).tolist(), NOT_FINITE)
 
 
@@ -129,7 +144,7 @@ def _logprobs(
     )
     if not len(rows):
         return {}
-    part = logits[torch.from_numpy(rows).to(logits.device)]
+    part = logits[torch.from_numpy(rows)]
     return dict(zip(rows.tolist(), token_logprobs(part, tokens[rows], sampling.logprobs[rows]), strict=True))
 
 
@@ -138,8 +153,4 @@ def _draw_rows(logits: torch.Tensor, sampling: SamplingRows, rows: Int64s, token
     step = max(1, BLOCK_ELEMENTS // logits.shape[1])
     for start in range(0, len(rows), step):
         block = rows[start : start + step]
-        part = logits[torch.from_numpy(block).to(logits.device)]
-        if part.device.type == "cpu":
-            tokens[block] = draw_host(part.numpy(), sampling, block)
-        else:
-            tokens[block] = draw(part, sampling, block)
+        tokens[block] = draw_host(logits[torch.from_numpy(block)].numpy(), sampling, block)

@@ -254,7 +254,7 @@ class Scheduler:
         return self._launch(first) or self._launch(other)
 
     def schedule_ahead(self) -> Batch | None:
-        """The decode step after the one in flight, made before that one's tokens are known; commit both in order.
+        """The decode step after the one in flight, made before that one's tokens are known. Commit in order.
 
         None where the next step must wait: somebody may start, a row's sampling looks at earlier tokens, or
         pages are short. A request that turns out to have ended takes part in vain; its row is dropped.
@@ -316,8 +316,8 @@ class Scheduler:
         return decode_batch(self.table, requests, slots, self.geometry.page_size)
 
     def _grow_at_once(self, slots: Int64s, page: Int64s) -> bool:
-        """Give each slot its page of index ``page`` where it lacks it; False, changing nothing, when pages are
-        short."""
+        """Give each slot its page of index ``page`` where it lacks it; False, without a change, when pages
+        are short."""
         growing = page >= self.table.pages[slots]
         count = int(np.count_nonzero(growing))
         if count > self.store.available():

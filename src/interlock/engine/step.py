@@ -41,8 +41,8 @@ class Step:
         window: page map of sliding-window layers, or None when the model has none.
         sample_rows: int64 [m], rows of the step whose logits are wanted.
         live_tokens: number of tokens that are not padding (padding comes last).
-        live_count: the same as int32 [1] on the device, for a step that is captured in a CUDA graph and replayed
-            with other numbers of live tokens (``live_tokens`` is then the largest); else None.
+        live_count: the same as int32 [1] on the device, for a step that is captured in a CUDA graph and
+            replayed with other numbers of live tokens (``live_tokens`` is then the largest); else None.
     """
 
     phase: Phase

@@ -70,6 +70,8 @@ def run_rank(spec: RankSpec) -> int:
 
 def _run_in_world(spec: RankSpec, endpoints: Endpoints, rendezvous: Rendezvous, told: _Told) -> None:
     plan = spec.plan
+    if plan.device == "cuda":
+        torch.cuda.set_device(spec.rank % spec.ranks_on_node)
     activity = Activity("loading")
     with (
         heartbeat(told.context, endpoints.outputs, spec.rank, activity),
@@ -77,7 +79,7 @@ def _run_in_world(spec: RankSpec, endpoints: Endpoints, rendezvous: Rendezvous, 
             rendezvous,
             attn_dp_size=plan.attn_dp_size,
             ep_size=plan.ep_size,
-            backend="gloo" if plan.device == "cpu" else "nccl",
+            backend="gloo" if plan.device == "cpu" else "cpu:gloo,cuda:nccl",
         ) as groups,
         torch.inference_mode(),
     ):
@@ -150,16 +152,16 @@ class _Rank:
                 torch.set_num_threads(self._spec.plan.threads)
             self._runner.warm_up()
             self._groups.world.barrier()
-            outputs.send(msgspec.msgpack.encode(RankReady(rank=self._spec.rank, receipts=self._receipts())))
             channel = StepChannel(self._groups.attn_tp)
             if self._scheduler is None:
+                self._say_ready(outputs, {})
                 FollowerLoop(self._runner, channel, self._activity).run()
                 return
             inputs = context.socket(zmq.PULL)
             inputs.setsockopt(zmq.LINGER, 0)
             inputs.connect(endpoints.inputs[self._groups.attn_dp.rank])
             try:
-                LeaderLoop(
+                loop = LeaderLoop(
                     self._runner,
                     channel,
                     self._activity,
@@ -167,17 +169,24 @@ class _Rank:
                     outputs,
                     self._groups.attn_dp,
                     self._scheduler,
-                ).run()
+                )
+                self._say_ready(
+                    outputs, {**observe_scheduler(self._scheduler), "overlap_schedule": loop.overlaps}
+                )
+                loop.run()
             finally:
                 inputs.close()
         finally:
             self._runner.close()
 
+    def _say_ready(self, outputs: zmq.Socket[bytes], of_leader: dict[str, object]) -> None:
+        receipts = {**self._receipts(), **of_leader}
+        outputs.send(msgspec.msgpack.encode(RankReady(rank=self._spec.rank, receipts=receipts)))
+
     def _receipts(self) -> dict[str, object]:
         per_node = self._spec.ranks_on_node
         return {
             **self._runner.receipts(),
-            **(observe_scheduler(self._scheduler) if self._scheduler else {}),
             "stall_timeout": self._rendezvous.timeout,
             "nnodes": self._groups.world.size // per_node,
             "node_rank": self._spec.rank // per_node,

@@ -20,5 +20,6 @@ BACKEND = A2ABackend(
     links=frozenset({"shared_memory", "tcp", "nvlink", "pcie", "rdma"}),
     requires_full_ep=False,
     buffer_bytes=buffer_bytes,
+    capturable=frozenset(Phase),
     dispatcher="interlock.moe.a2a.none.dispatcher:NoExchange",
 )
