@@ -363,7 +363,7 @@ def test_prompt_logprobs_come_in_blocks_and_match_the_oracle() -> None:
         sizes.append(len(rows))
         return rows @ head
 
-    result = Sampler().sample_step(batch, hidden, logits)
+    result = Sampler().sample_step(batch, hidden, logits).result()
     assert sizes == [64, 64, 99 + 59 - 128, 3]
     exact = torch.log_softmax(hidden.double() @ head.double(), -1)
     assert [len(entries) for entries in result.prompt_logprobs] == [99, 59]
