@@ -5,26 +5,43 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import msgspec
 import zmq
 
-from interlock.engine.messages import Heartbeat
+from interlock.engine.messages import Heartbeat, RankLoad
 
 HEARTBEAT_SECONDS = 0.5
+REPORT_SECONDS = 1.0
 
 
 class Activity:
-    """What the loop of a rank is doing right now; written by the loop, read by the heartbeat."""
+    """What the loop of a rank is doing right now; written by the loop, read by the heartbeat.
+
+    Attributes:
+        report: called by the loop about once a second; what it returns, if anything, is sent.
+    """
 
     def __init__(self, name: str) -> None:
         self.iteration = 0
+        self.report: Callable[[], RankLoad | None] | None = None
         self._state = (name, time.monotonic())
+        self._report_at = 0.0
+        self._news: RankLoad | None = None
 
     def enter(self, name: str) -> None:
-        self._state = (name, time.monotonic())
+        now = time.monotonic()
+        self._state = (name, now)
+        if self.report is not None and now >= self._report_at:
+            self._report_at = now + REPORT_SECONDS
+            self._news = self.report() or self._news
+
+    def take_news(self) -> RankLoad | None:
+        """The latest report that was not taken yet. Reports are sums, so a lost one does no harm."""
+        news, self._news = self._news, None
+        return news
 
     def next_iteration(self) -> None:
         self.iteration += 1
@@ -54,6 +71,8 @@ def heartbeat(
             while True:
                 with suppress(zmq.Again):
                     socket.send(msgspec.msgpack.encode(activity.snapshot(rank)), zmq.NOBLOCK)
+                    if (news := activity.take_news()) is not None:
+                        socket.send(msgspec.msgpack.encode(news), zmq.NOBLOCK)
                 if stop.wait(HEARTBEAT_SECONDS):
                     return
         finally:

@@ -225,12 +225,56 @@ class RankEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
 
 
 class NodeLeaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
+class PhaseLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one rank did in the counted steps of one phase since it started; see ``moe/meter.py``.
+
+    Attributes:
+        tokens: that it dispatched, padding excluded; ``most_tokens`` in one step; T is ``capacity``.
+        dispatch_seconds, dispatch_calls: of timed calls, one a layer; likewise for combine. The time includes
+            waiting for slower ranks.
+        rows: received by each local expert: little-endian int64 [layers, experts].
+    """
+
+    capacity: int
+    steps: int
+    tokens: int
+    most_tokens: int
+    dispatch_seconds: float
+    dispatch_calls: int
+    combine_seconds: float
+    combine_calls: int
+    rows: bytes
+
+
+class RankLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """The load of one rank, sent every second or so while there is some. All counts only grow.
+
+    Attributes:
+        layers: decoder layers with experts.
+        first_expert, experts: global ids of the experts held here.
+        is_slice: another rank holds the other part of the same experts and reports the same rows.
+        sample_every: one step in so many is counted.
+        graph_replays, graph_misses: decode steps that ran as a CUDA graph, and those that were too large.
+    """
+
+    rank: int
+    layers: tuple[int, ...]
+    first_expert: int
+    experts: int
+    is_slice: bool
+    sample_every: int
+    prefill: PhaseLoad
+    decode: PhaseLoad
+    graph_replays: int = 0
+    graph_misses: int = 0
+
+
     """A node was told to end by a signal; its ranks go on until running requests are done."""
 
     node_rank: int
 
 
-FromEngine = EngineOutputs | RankReady | RankFailed | Heartbeat | RankEnded | NodeLeaving
+FromEngine = EngineOutputs | RankReady | RankFailed | Heartbeat | RankLoad | RankEnded | NodeLeaving
 
 
 class EngineEnded(msgspec.Struct, frozen=True, kw_only=True, tag="engine_ended"):

@@ -78,7 +78,10 @@ class ModelRunner:
 
     def replay(self, arrays: StepArrays, tokens: torch.Tensor | None = None) -> DecodeOutput | None:
         """A decode step as a CUDA graph; None where it must run eagerly. See ``DecodeGraphs.replay``."""
-        return None if self.graphs is None else self.graphs.replay(arrays, tokens)
+        replayed = None if self.graphs is None else self.graphs.replay(arrays, tokens)
+        if replayed is not None:
+            self.context.moe.meter.count_step(arrays.phase, arrays.live_tokens)
+        return replayed
 
     def forward(self, arrays: StepArrays, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states [n, h] of one step, after the final norm.
@@ -117,5 +120,6 @@ class ModelRunner:
         self.context.moe.close()
 
     def _forward(self, step: Step) -> torch.Tensor:
+        self.context.moe.meter.begin_step(step.phase, step.live_tokens)
         hidden: torch.Tensor = self.model.forward(step, self.cache)
         return hidden

@@ -18,6 +18,7 @@ import zmq
 from interlock.engine.endpoints import Endpoints, Linked, RankSpec
 from interlock.engine.heartbeat import Activity, heartbeat, watch_launcher
 from interlock.engine.messages import RankFailed, RankReady
+from interlock.engine.load_report import LoadReport
 from interlock.engine.model_runner import ModelRunner
 from interlock.engine.rank_loop import FollowerLoop, LeaderLoop, StepChannel
 from interlock.engine.receipts import observe_scheduler
@@ -156,6 +157,7 @@ class _Rank:
             if self._scheduler is None:
                 self._say_ready(outputs, {})
                 FollowerLoop(self._runner, channel, self._activity).run()
+            self._activity.report = LoadReport(self._runner)
                 return
             inputs = context.socket(zmq.PULL)
             inputs.setsockopt(zmq.LINGER, 0)

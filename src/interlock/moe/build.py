@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from interlock.moe.a2a.base import A2ABackend, Dispatcher, DispatcherSpec
 from interlock.moe.a2a.registry import a2a_backends
 from interlock.moe.experts.registry import expert_runners
 from interlock.moe.layer import MoEContext
+from interlock.moe.meter import LoadMeter
 from interlock.moe.placement import place
 from interlock.moe.terms import Layout, Phase
 from interlock.parallel.group import Group
@@ -86,7 +88,15 @@ def build_moe_context(plan: LaunchPlan, groups: Groups, kernels: Kernels, device
         rank=spec.rank,
         slices=slices.size,
         slice_rank=slices.rank,
+        meter=LoadMeter(len(spec.local_experts), device, shares=_shares(layouts, groups)),
     )
+
+
+def _shares(layouts: Mapping[Phase, Layout], groups: Groups) -> dict[Phase, int]:
+    """Over how many ranks a replica's tokens are spread before each dispatches its own."""
+    return {
+        phase: 1 if layout is Layout.REPLICATED else groups.attn_tp.size for phase, layout in layouts.items()
+    }
 
 
 def _split_of_experts(plan: LaunchPlan, backend: A2ABackend, groups: Groups) -> tuple[_Part, _Part]:

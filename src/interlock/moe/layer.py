@@ -16,6 +16,7 @@ from interlock.errors import CheckpointError
 from interlock.kernels.base import Kernels
 from interlock.moe.a2a.base import Dispatcher
 from interlock.moe.experts.base import ExpertRunner, Runner, RunnerSpec
+from interlock.moe.meter import LoadMeter
 from interlock.moe.observer import LayerObserver
 from interlock.moe.placement import place
 from interlock.moe.routing import Router
@@ -33,6 +34,7 @@ class MoEContext:
         experts: global expert ids of every rank that holds different experts.
         rank: this rank's index in ``experts``.
         slices: ranks over which each expert's width is cut, and ``slice_rank`` this rank's place among them.
+        meter: counts what the layers receive and how long the exchange takes.
         layers: every layer built with this context, in order of construction.
     """
 
@@ -47,6 +49,7 @@ class MoEContext:
     rank: int
     slices: int
     slice_rank: int
+    meter: LoadMeter
     layers: list[MoELayer] = field(default_factory=list)
 
     def observed(self) -> dict[str, object]:
@@ -101,6 +104,7 @@ class MoELayer:
         self._combines: Counter[str] = Counter()
         self._loaded = False
         context.layers.append(self)
+        context.meter.add_layer(layer_index)
 
     @property
     def runner_name(self) -> str:
@@ -160,14 +164,19 @@ class MoELayer:
         routes = self._router.route(hidden, live_tokens, live_count)
         if self.observer is not None:
             routes = self.observer.routed(self.layer_index, first_row, hidden, self._router, routes)
+        meter = self._context.meter
+        meter.dispatching()
         dispatched = dispatcher.dispatch(hidden, routes.ids, routes.weights, phase)
+        meter.dispatched(self.layer_index, dispatched.rows)
         self._dispatches[phase] += 1
         try:
             results = self._runner.run(dispatched.rows)
         except BaseException:
             dispatcher.release(dispatched.handle)
             raise
+        meter.combining()
         combined = dispatcher.combine(results, dispatched.handle)
+        meter.combined()
         self._combines[phase] += 1
         return combined
 
