@@ -75,7 +75,7 @@ class InProcessArm:
                 assert batch is not None
                 hidden = self._runner.forward(batch.arrays)
                 deltas += self._scheduler.commit(
-                    batch, self._sampler.sample_step(batch, hidden, self._runner.logits)
+                    batch, self._sampler.sample_step(batch, hidden, self._runner.logits).result()
                 )
         if deltas[-1].finish_reason == "error":
             raise ArmError(deltas[-1].error or "")
