@@ -217,14 +217,6 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     activity_seconds: float
 
 
-class RankEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """A rank process of another node ended; ``code`` is its exit code, negative for a signal."""
-
-    rank: int
-    code: int
-
-
-class NodeLeaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
 class PhaseLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What one rank did in the counted steps of one phase since it started; see ``moe/meter.py``.
 
@@ -269,6 +261,14 @@ class RankLoad(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     graph_misses: int = 0
 
 
+class RankEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """A rank process of another node ended; ``code`` is its exit code, negative for a signal."""
+
+    rank: int
+    code: int
+
+
+class NodeLeaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
     """A node was told to end by a signal; its ranks go on until running requests are done."""
 
     node_rank: int

@@ -17,8 +17,8 @@ import zmq
 
 from interlock.engine.endpoints import Endpoints, Linked, RankSpec
 from interlock.engine.heartbeat import Activity, heartbeat, watch_launcher
-from interlock.engine.messages import RankFailed, RankReady
 from interlock.engine.load_report import LoadReport
+from interlock.engine.messages import RankFailed, RankReady
 from interlock.engine.model_runner import ModelRunner
 from interlock.engine.rank_loop import FollowerLoop, LeaderLoop, StepChannel
 from interlock.engine.receipts import observe_scheduler
@@ -153,11 +153,11 @@ class _Rank:
                 torch.set_num_threads(self._spec.plan.threads)
             self._runner.warm_up()
             self._groups.world.barrier()
+            self._activity.report = LoadReport(self._runner)
             channel = StepChannel(self._groups.attn_tp)
             if self._scheduler is None:
                 self._say_ready(outputs, {})
                 FollowerLoop(self._runner, channel, self._activity).run()
-            self._activity.report = LoadReport(self._runner)
                 return
             inputs = context.socket(zmq.PULL)
             inputs.setsockopt(zmq.LINGER, 0)
