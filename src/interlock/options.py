@@ -60,6 +60,10 @@ _DEFINITIONS: Final = (
         help="safetensors reads the checkpoint; dummy fills weights so that routing is spread",
     ),
     Option(
+        "num_hidden_layers", Kind.INTEGER, AUTO, MODEL, items=("num_hidden_layers",), minimum=1,
+        help="build the first layers only, for benchmarks with --load-format dummy; auto is all",
+    ),
+    Option(
         "qkv_layout", Kind.CHOICE, AUTO, MODEL, items=("qkv_layout",), choices=("plain", "chunked"),
         help="row order of a fused qkv tensor; auto detects it and refuses when it is ambiguous",
     ),
@@ -71,6 +75,13 @@ _DEFINITIONS: Final = (
         "dtype", Kind.CHOICE, AUTO, MODEL, items=("dtype",), choices=("float32", "bfloat16"),
         help="dtype of activations and weights; auto takes the checkpoint's",
         peers=("precision", "torch-dtype"),
+    ),
+    Option(
+        "quantization", Kind.CHOICE, AUTO, MODEL,
+        items=("expert_weight_format", "attention_weight_format", "mlp_weight_format"),
+        choices=("none", "fp8"),
+        help="fp8 holds linears and experts as fp8 blocks of 128x128, quantising them while loading if need "
+        "be; none dequantises; auto keeps a checkpoint's blocks where the kernels can compute them",
     ),
     Option(
         "kv_cache_dtype", Kind.CHOICE, AUTO, MODEL, items=("kv_cache_dtype",),
@@ -164,6 +175,17 @@ _DEFINITIONS: Final = (
         "chunked_prefill_size", Kind.INTEGER, AUTO, MEMORY, items=("chunked_prefill_size",), minimum=1,
         help="most tokens of one prefill step, for each attention replica",
         peers=("max-num-batched-tokens", "max-prefill-tokens"),
+    ),
+    Option(
+        "cuda_graph_max_batch", Kind.INTEGER, AUTO, MEMORY, items=("cuda_graph_sizes",), minimum=0,
+        help="largest decode batch that runs as a CUDA graph, 0 for none; auto is --max-running-requests",
+        peers=("cuda-graph-max-bs", "cuda-graph-bs", "max-cudagraph-capture-size", "cudagraph-capture-sizes",
+               "disable-cuda-graph", "enforce-eager"),
+    ),
+    Option(
+        "overlap_schedule", Kind.CHOICE, AUTO, MEMORY, items=("overlap_schedule",), choices=("on", "off"),
+        help="make and queue the next decode step while the device runs the last one",
+        peers=("disable-overlap-schedule", "async-scheduling"),
     ),
     Option(
         "page_size", Kind.INTEGER, 16, MEMORY, items=("page_size",), minimum=1,

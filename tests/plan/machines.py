@@ -118,6 +118,7 @@ def mimo_card(**changes: Any) -> ModelCard:
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
+            "ignored_layers": [f"model.layers.{index}.self_attn.o_proj" for index in range(layers)],
         },
     }
     config |= changes

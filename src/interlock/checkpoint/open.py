@@ -16,7 +16,7 @@ def open_checkpoint(plan: LaunchPlan, *, progress: Progress = no_progress) -> We
         CheckpointError: the folder cannot be used.
     """
     if plan.load_format == "dummy":
-        return DummyWeights(plan.card, seed=plan.seed, progress=progress)
+        return DummyWeights(plan.card, seed=plan.seed, progress=progress, device=plan.device)
     if plan.load_format == "safetensors":
         return Checkpoint(plan.model_path, plan.card, qkv_layout=plan.qkv_layout, progress=progress)
     raise CheckpointError(f"load format {plan.load_format!r} is unknown; known: safetensors, dummy")

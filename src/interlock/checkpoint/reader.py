@@ -19,6 +19,7 @@ from interlock.checkpoint.source import Progress, no_progress
 from interlock.checkpoint.specs import TensorSpec
 from interlock.checkpoint.validate import LoadReport, validate
 from interlock.errors import CheckpointError
+from interlock.kernels.fp8_blocks import BLOCK, Fp8Blocks
 from interlock.plan.card import ModelCard
 
 TORCH_DTYPES = {
@@ -119,6 +120,35 @@ class Checkpoint:
             out[done : done + len(band)] = values[:, width]
             done += len(band)
         return out
+
+    def is_fp8(self, name: str) -> bool:
+        return self._index.tensors[name].dtype == "F8_E4M3"
+
+    def read_fp8(
+        self, name: str, *, rows: Sequence[range] | None = None, columns: range | None = None
+    ) -> Fp8Blocks:
+        stored = self._index.tensors[name]
+        runs = [range(stored.shape[0])] if rows is None else rows
+        scale = self._read_scale(stored)
+        if scale is None or self._card.weight_block != (BLOCK, BLOCK):
+            raise CheckpointError(f"tensor {name!r} is not stored as fp8 in blocks of {BLOCK}x{BLOCK}")
+        grid_rows = torch.cat([self._scale_rows(stored, run) for run in runs])
+        padding = -len(grid_rows) % BLOCK
+        blocks = torch.cat([grid_rows, grid_rows[-1:].expand(padding)]).view(-1, BLOCK)
+        whole_columns = columns is None or columns.start % BLOCK == 0
+        if not bool((blocks == blocks[:, :1]).all()) or not whole_columns:
+            raise CheckpointError(
+                f"tensor {name!r}: the rows and columns that this rank needs do not fall on blocks of "
+                f"{BLOCK}; --quantization none dequantises them"
+            )
+        values, grid = self._read_runs(stored, runs), scale[blocks[:, 0]]
+        if columns is not None:
+            values = values.view(torch.uint8)[:, columns.start : columns.stop].view(values.dtype)
+            grid = grid[:, columns.start // BLOCK : -(-columns.stop // BLOCK)]
+        return Fp8Blocks(values.contiguous(), grid.contiguous())
+
+    def expert_fill(self, prefix: str, first_expert: int) -> None:
+        return None
 
     def _read_scale(self, stored: StoredTensor) -> torch.Tensor | None:
         if stored.dtype != "F8_E4M3":

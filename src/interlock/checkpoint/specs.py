@@ -29,6 +29,15 @@ class TensorSpec:
     optional: bool = False
 
     @property
+    def module(self) -> str:
+        """Last name of the module that holds it: "o_proj" of ``...self_attn.o_proj.weight``."""
+        return self.name.split(".")[-2] if "." in self.name else self.name
+
+    def stored_fp8(self, weight_format: str, fp8_except: tuple[str, ...]) -> bool:
+        """Whether a checkpoint of this format holds it as fp8 blocks."""
+        return self.quantisable and weight_format == "fp8_block" and self.module not in fp8_except
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 

@@ -66,6 +66,13 @@ class Kernels(Protocol):
     def pack_linear(self, weight: torch.Tensor) -> PackedWeight:
         """Pack [N, K] float32 or bfloat16; may free nothing of its input."""
 
+    def pack_linear_fp8(self, weight: torch.Tensor, scales: torch.Tensor | None = None) -> PackedWeight:
+        """Pack e4m3 [N, K] with float32 scales [ceil(N / 128), K / 128] of its blocks, or quantise a float
+        weight to that. ``linear`` then quantises x row by row in groups of 128 (see ``fp8_blocks``).
+
+        Raises TypeError where a kernel set computes no fp8 (``plan/kernel_choice.py`` says which do).
+        """
+
     def linear(
         self, x: torch.Tensor, weight: PackedWeight, *, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from interlock.kernels.base import ExpertRows, PackedExperts, PackedWeight
+from interlock.kernels.fp8_blocks import Fp8Blocks, linear_w8a8
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,9 +30,15 @@ class TorchKernels:
         out_features, in_features = weight.shape
         return PackedWeight(out_features, in_features, weight.dtype, weight, weight.nbytes)
 
+    def pack_linear_fp8(self, weight: torch.Tensor, scales: torch.Tensor | None = None) -> PackedWeight:
+        blocks = Fp8Blocks.quantised(weight) if scales is None else Fp8Blocks(weight, scales)
+        return PackedWeight(*blocks.shape, blocks.values.dtype, blocks, blocks.nbytes)
+
     def linear(
         self, x: torch.Tensor, weight: PackedWeight, *, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
+        if isinstance(weight.data, Fp8Blocks):
+            return linear_w8a8(x, weight.data, out_dtype or x.dtype)
         wide, rows = _wide(x), weight.data
         assert isinstance(rows, torch.Tensor)
         return (wide @ rows.to(wide.dtype).T).to(out_dtype or x.dtype)

@@ -199,3 +199,20 @@ def fp8_block(fields: ConfigFields) -> tuple[int, int] | None:
             "sizes such as [128, 128]"
         )
     return block[0], block[1]
+
+
+def fp8_exceptions(fields: ConfigFields) -> tuple[str, ...]:
+    """Modules of the layers that are not quantised, by their last name: ``("o_proj",)`` of MiMo-V2.
+
+    Read from ``ignored_layers`` or ``modules_to_not_convert``, whichever the checkpoint's maker wrote.
+    """
+    if not fields.has("quantization_config"):
+        return ()
+    quantisation = fields.mapping("quantization_config")
+    listed = quantisation.get("ignored_layers") or quantisation.get("modules_to_not_convert") or []
+    if not isinstance(listed, list) or any(not isinstance(name, str) for name in listed):
+        raise CheckpointError(
+            f"config.json: quantization_config lists modules that are not quantised as {listed!r}; "
+            "expected a list of names"
+        )
+    return tuple(sorted({name.rpartition(".")[2] for name in listed if ".layers." in name}))

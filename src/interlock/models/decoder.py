@@ -23,7 +23,7 @@ from interlock.moe.observer import LayerObserver
 from interlock.nn.attention import Attention
 from interlock.nn.context import ModelContext
 from interlock.nn.embedding import Embedding, Head
-from interlock.nn.linear import read_row_shard
+from interlock.nn.linear import HeldFormats, read_row_shard
 from interlock.nn.mlp import SwiGLU
 from interlock.nn.norm import RMSNorm
 from interlock.nn.rope import RopeTables
@@ -70,6 +70,12 @@ class DecoderLayer:
         if self.experts is not None:
             load_experts(self.experts, source, self._prefix + "mlp.", self._dtype)
 
+    def tell_formats(self, attention: HeldFormats, mlp: HeldFormats) -> None:
+        """Add what the linears are held in."""
+        self.attention.tell_format(attention)
+        if self._mlp is not None:
+            self._mlp.tell_format(mlp)
+
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, cache: LayerCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,13 +104,20 @@ def load_experts(layer: MoELayer, source: WeightSource, prefix: str, dtype: torc
     """Router in float32 as stored; of the experts only those that this rank holds."""
     bias = prefix + "gate.e_score_correction_bias"
     layer.load_router(source.read(prefix + "gate.weight"), source.read(bias) if bias in source else None)
-    for expert in layer.local_experts:
-        gate, up, down = (
-            source.read(f"{prefix}experts.{expert}.{name}_proj.weight", dtype=dtype)
-            for name in ("gate", "up", "down")
-        )
-        layer.load_expert(expert, gate, up, down)
+    fill = source.expert_fill(prefix, layer.local_experts.start)
+    if fill is None or not layer.fill_experts(fill):
+        for expert in layer.local_experts:
+            _load_expert(layer, source, f"{prefix}experts.{expert}.", expert, dtype)
     layer.finish_loading()
+
+
+def _load_expert(layer: MoELayer, source: WeightSource, prefix: str, expert: int, dtype: torch.dtype) -> None:
+    names = [f"{prefix}{name}_proj.weight" for name in ("gate", "up", "down")]
+    if layer.keeps_fp8 and all(map(source.is_fp8, names)):
+        gate, up, down = (source.read_fp8(name) for name in names)
+        layer.load_expert_fp8(expert, gate, up, down)
+    else:
+        layer.load_expert(expert, *(source.read(name, dtype=dtype) for name in names))
 
 
 class Decoder:
@@ -170,7 +183,17 @@ class Decoder:
             "dtype": str(self._embedding.weight.dtype).removeprefix("torch."),
             "sliding_window_extra": extras.pop() if len(extras) == 1 else sorted(extras) or None,
             "deterministic": all(a.is_deterministic for a in attentions),
+            "num_hidden_layers": len(self.layers),
+            **self._held_formats(),
         }
+
+    def _held_formats(self) -> dict[str, object]:
+        """What the linears are held in, by their packed weights."""
+        attention, mlp = HeldFormats(set(), set()), HeldFormats(set(), set())
+        for layer in self.layers:
+            layer.tell_formats(attention, mlp)
+        held: dict[str, object] = {"attention_weight_format": attention.observed}
+        return held | ({"mlp_weight_format": mlp.observed} if mlp.observed else {})
 
     def forward(self, step: Step, cache: KVCache) -> torch.Tensor:
         """Hidden states [n, h] after the final norm; writes the step's keys and values to ``cache``."""

@@ -6,7 +6,7 @@ Legend: n tokens of this attention replica, h hidden size, E experts, i expert w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -14,8 +14,16 @@ import torch
 from interlock.engine.step import Step
 from interlock.errors import CheckpointError
 from interlock.kernels.base import Kernels
+from interlock.kernels.fp8_blocks import Fp8Blocks
 from interlock.moe.a2a.base import Dispatcher
-from interlock.moe.experts.base import ExpertRunner, Runner, RunnerSpec
+from interlock.moe.experts.base import (
+    ExpertFill,
+    ExpertRunner,
+    FillsExperts,
+    LoadsFp8,
+    Runner,
+    RunnerSpec,
+)
 from interlock.moe.meter import LoadMeter
 from interlock.moe.observer import LayerObserver
 from interlock.moe.placement import place
@@ -64,6 +72,7 @@ class MoEContext:
             "moe_prefill_capacity": receipt.capacity[Phase.PREFILL],
             "moe_decode_capacity": receipt.capacity[Phase.DECODE],
             "moe_buffer_bytes": receipt.buffer_bytes,
+            "expert_weight_format": ", ".join(sorted({layer.weight_format for layer in self.layers})),
             "ep_size": self.groups.ep.size,
             "moe_dispatcher": asdict(receipt),
             "moe_layers": [layer.observed() for layer in self.layers],
@@ -111,6 +120,11 @@ class MoELayer:
         """Name that the live runner reports."""
         return self._runner.observed().name
 
+    @property
+    def weight_format(self) -> str:
+        """What the live runner holds its weights in."""
+        return self._runner.observed().weight_format
+
     def load_router(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """weight [E, h], bias [E] when the card has a selection bias; any float dtype."""
         self._router.load(weight, bias)
@@ -120,17 +134,42 @@ class MoELayer:
 
         The layer keeps its slice of the width, in the activation dtype.
         """
+        local_id = self._local_id(expert_id, gate.shape, up.shape, down.shape)
+        width = slice(self._width.start, self._width.stop)
+        self._runner.load_expert(local_id, gate[width], up[width], down[:, width])
+
+    @property
+    def keeps_fp8(self) -> bool:
+        """Whether the runner computes block-fp8 weights as they are stored."""
+        return isinstance(self._runner, LoadsFp8)
+
+    def load_expert_fp8(self, expert_id: int, gate: Fp8Blocks, up: Fp8Blocks, down: Fp8Blocks) -> None:
+        """As ``load_expert``, from the checkpoint's blocks; for a layer that ``keeps_fp8``."""
+        assert isinstance(self._runner, LoadsFp8), "keeps_fp8 says whether blocks can be loaded"
+        local_id = self._local_id(expert_id, gate.shape, up.shape, down.shape)
+        if len(self._width) < self.card.intermediate_size:
+            gate, up, down = gate.rows(self._width), up.rows(self._width), down.columns(self._width)
+        self._runner.load_expert_fp8(local_id, gate, up, down)
+
+    def fill_experts(self, fill: ExpertFill) -> bool:
+        """Have all experts made up at once; False where the runner cannot, or holds slices of them."""
+        if not isinstance(self._runner, FillsExperts) or len(self._width) < self.card.intermediate_size:
+            return False
+        self._runner.fill_experts(fill)
+        return True
+
+    def _local_id(self, expert_id: int, *shapes: Sequence[int]) -> int:
+        """The expert's place on this rank. Raises CheckpointError for an expert or a width that is not
+        expected."""
         if expert_id not in self.local_experts:
             raise CheckpointError(f"expert {expert_id} is not held here, only {self.local_experts}")
-        width = slice(self._width.start, self._width.stop)
-        for name, tensor, dim in (("gate", gate, 0), ("up", up, 0), ("down", down, 1)):
-            if tensor.shape[dim] != self.card.intermediate_size:
+        for name, shape, dim in zip(("gate", "up", "down"), shapes, (0, 0, 1), strict=True):
+            if shape[dim] != self.card.intermediate_size:
                 raise CheckpointError(
-                    f"expert {expert_id}: {name} projection is {tuple(tensor.shape)}, "
+                    f"expert {expert_id}: {name} projection is {tuple(shape)}, "
                     f"dimension {dim} should be {self.card.intermediate_size}"
                 )
-        local_id = expert_id - self.local_experts.start
-        self._runner.load_expert(local_id, gate[width], up[width], down[:, width])
+        return expert_id - self.local_experts.start
 
     def finish_loading(self) -> None:
         """Pack the experts. Raises CheckpointError when the router or an expert is missing."""

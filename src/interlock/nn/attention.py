@@ -12,7 +12,7 @@ from interlock.checkpoint.source import WeightSource
 from interlock.engine.step import PageMap, Step
 from interlock.kv.cache import LayerCache
 from interlock.nn.context import ModelContext
-from interlock.nn.linear import ColumnParallelLinear, RowParallelLinear
+from interlock.nn.linear import ColumnParallelLinear, HeldFormats, RowParallelLinear, WeightRows
 from interlock.nn.norm import RMSNorm
 from interlock.nn.rope import RopeTables
 from interlock.nn.sharding import shard_heads
@@ -34,9 +34,11 @@ class Attention:
         self._heads = shard_heads(card, group.size, group.rank)
         self._window = None if card.window is None else card.window + context.plan.sliding_window_extra
         self._cos_sin = tables.get(card.rope_theta, card.rotary_dim)
-        self._qkv = ColumnParallelLinear(context)
+        held = context.plan.attention_weight_format
+        self._qkv = ColumnParallelLinear(context, held)
         self._o = RowParallelLinear(
             context,
+            held,
             in_features=card.num_heads * card.v_head_dim,
             out_features=context.plan.card.hidden_size,
         )
@@ -56,7 +58,7 @@ class Attention:
         return self._o.is_deterministic
 
     def load(self, source: WeightSource, prefix: str) -> None:
-        self._qkv.load(self._read_qkv(source, prefix))
+        self._qkv.load_parts(source, self._qkv_parts(source, prefix))
         self._o.load(source, prefix + "o_proj.weight")
         if self._q_norm is not None and self._k_norm is not None:
             self._q_norm.load(source, prefix + "q_norm.weight")
@@ -65,28 +67,31 @@ class Attention:
             sinks = source.read(prefix + "attention_sink_bias", rows=[self._heads.q])
             self.sinks = sinks.to(self._context.device)
 
-    def _read_qkv(self, source: WeightSource, prefix: str) -> torch.Tensor:
-        """[nh * hd + kvh * hd + kvh * vd, K] of this rank's heads, from three tensors or a fused one."""
-        card, heads, dtype = self._card, self._heads, self._context.dtype
+    def tell_format(self, formats: HeldFormats) -> None:
+        """Add what the projections are held in to ``formats``."""
+        self._qkv.tell_format(formats)
+        self._o.tell_format(formats)
+
+    def _qkv_parts(self, source: WeightSource, prefix: str) -> list[WeightRows]:
+        """nh * hd + kvh * hd + kvh * vd rows of this rank's heads, from three tensors or a fused one."""
+        card, heads = self._card, self._heads
         if source.report.qkv_layout != "split":
             chunks = self._chunks if source.report.qkv_layout == "chunked" else 1
             rows = qkv_rows(card, chunks=chunks, q_heads=heads.q, kv_heads=heads.kv)
-            return source.read(prefix + "qkv_proj.weight", rows=rows, dtype=dtype)
+            return [WeightRows(prefix + "qkv_proj.weight", tuple(rows), sum(map(len, rows)))]
         parts = (
             ("q", card.head_dim, heads.q),
             ("k", card.head_dim, heads.kv),
             ("v", card.v_head_dim, heads.kv),
         )
-        return torch.cat(
-            [
-                source.read(
-                    f"{prefix}{name}_proj.weight",
-                    rows=[range(own.start * width, own.stop * width)],
-                    dtype=dtype,
-                )
-                for name, width, own in parts
-            ]
-        )
+        return [
+            WeightRows(
+                f"{prefix}{name}_proj.weight",
+                (range(own.start * width, own.stop * width),),
+                len(own) * width,
+            )
+            for name, width, own in parts
+        ]
 
     def __call__(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """x [n, h], normalised -> [n, h]; writes this step's keys and values to ``cache``."""

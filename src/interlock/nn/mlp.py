@@ -6,7 +6,7 @@ import torch
 
 from interlock.checkpoint.source import WeightSource
 from interlock.nn.context import ModelContext
-from interlock.nn.linear import ColumnParallelLinear, RowParallelLinear, read_row_shard
+from interlock.nn.linear import ColumnParallelLinear, HeldFormats, RowParallelLinear, WeightRows
 from interlock.nn.sharding import shard
 
 
@@ -15,21 +15,22 @@ class SwiGLU:
 
     def __init__(self, context: ModelContext, *, hidden_size: int, intermediate_size: int) -> None:
         group = context.groups.attn_tp
-        self._kernels, self._dtype = context.kernels, context.dtype
+        self._kernels = context.kernels
         self._part = shard(intermediate_size, group.size, group.rank)
-        self._gate_up = ColumnParallelLinear(context)
-        self._down = RowParallelLinear(context, in_features=intermediate_size, out_features=hidden_size)
+        held = context.plan.mlp_weight_format
+        self._gate_up = ColumnParallelLinear(context, held)
+        self._down = RowParallelLinear(context, held, in_features=intermediate_size, out_features=hidden_size)
 
     def load(self, source: WeightSource, prefix: str) -> None:
-        self._gate_up.load(
-            torch.cat(
-                [
-                    read_row_shard(source, f"{prefix}{name}_proj.weight", self._part, dtype=self._dtype)
-                    for name in ("gate", "up")
-                ]
-            )
+        self._gate_up.load_parts(
+            source, [WeightRows.of(f"{prefix}{name}_proj.weight", self._part) for name in ("gate", "up")]
         )
         self._down.load(source, prefix + "down_proj.weight")
+
+    def tell_format(self, formats: HeldFormats) -> None:
+        """Add what the weights are held in to ``formats``."""
+        self._gate_up.tell_format(formats)
+        self._down.tell_format(formats)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._down(self._kernels.silu_and_mul(self._gate_up(x)))

@@ -53,6 +53,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
         family: registry name of the model family (``mimo_v2``, ``qwen3_moe``).
         dtype: "float32" or "bfloat16", the checkpoint's own.
         weight_format: "float32", "bfloat16" or "fp8_block" (e4m3 with float32 scales for 128x128 blocks).
+        fp8_except: modules of a layer that an fp8 checkpoint keeps in ``dtype``, by last name ("o_proj").
         config_hash: sha256 of the canonical config, for evidence.
         parameters: total number of weights of the text model.
     """
@@ -70,6 +71,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     weight_format: str
     weight_block: tuple[int, int] = (128, 128)
+    fp8_except: tuple[str, ...] = ()
     fused_qkv: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

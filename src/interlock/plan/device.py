@@ -40,7 +40,7 @@ def decide_compute(
 ) -> Compute:
     """Device, kernels, threads and dtypes that exist on this machine."""
     device = _device(options, facts, world, declared)
-    dtype = asked_text(options, "dtype") or _card_dtype(card)
+    dtype = asked_text(options, "dtype") or from_model(card.dtype, "the checkpoint's own")
     kv_dtype = asked_text(options, "kv_cache_dtype") or rule(dtype.value, "as --dtype")
     kernels = decide_kernels(options, facts, device.value, world.local_ranks)
     return Compute(device, kernels, _threads(options, facts, world), dtype, kv_dtype)
@@ -73,11 +73,3 @@ def _threads(options: Options, facts: MachineFacts, world: World) -> Decided[int
         return asked
     threads = max(1, facts.cores // world.local_ranks)
     return rule(threads, f"{facts.cores} cores for {world.local_ranks} ranks of this machine")
-
-
-def _card_dtype(card: ModelCard) -> Decided[str]:
-    if card.weight_format == "fp8_block":
-        return from_model(
-            card.dtype, "the checkpoint's own; its fp8 weights are dequantised to it on loading"
-        )
-    return from_model(card.dtype, "the checkpoint's own")

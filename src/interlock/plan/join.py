@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from interlock.kernels.availability import capability_of
 from interlock.moe.terms import Layout, Phase
 from interlock.plan.facts import MachineFacts
 
@@ -49,7 +50,8 @@ class Situation:
     """What declarations are matched against.
 
     Attributes:
-        weight_format: the checkpoint's.
+        weight_format: what weights are offered in: the checkpoint's, or fp8 blocks made while loading.
+        quantization: "fp8" wants experts held as fp8 blocks, "none" wants none; None leaves it to the runner.
         ep_size: None where the size is not decided yet.
     """
 
@@ -62,6 +64,7 @@ class Situation:
     deterministic: bool
     facts: MachineFacts
     ep_size: int | None = None
+    quantization: str | None = None
 
     def with_ep_size(self, ep_size: int) -> Situation:
         return replace(self, ep_size=ep_size)
@@ -101,9 +104,34 @@ def runner_problem(runner: ExpertRunner, here: Situation) -> str | None:
         return f"computes in {_list(runner.activation_dtypes)}, not {here.dtype}"
     if here.weight_format not in runner.weight_formats:
         return f"loads weights in {_list(runner.weight_formats)}, not {here.weight_format}"
+    held = "fp8_block" if not runner.dequantises else here.dtype
+    if here.quantization == "fp8" and runner.dequantises:
+        return f"holds weights in {held}, and --quantization fp8 wants fp8 blocks"
+    if here.quantization == "none" and not runner.dequantises:
+        return f"holds weights in {held}, and --quantization none wants {here.dtype}"
+    if here.hidden_size % runner.hidden_multiple:
+        return f"needs a hidden size that is a multiple of {runner.hidden_multiple}, not {here.hidden_size}"
+    problem = capability_problem(runner, here)
+    if problem is not None:
+        return problem
     if here.deterministic and not runner.row_invariant:
         return "is not row-invariant, which --deterministic needs"
     return package_problem(runner.packages, here.facts)
+
+
+def capability_problem(runner: ExpertRunner, here: Situation) -> str | None:
+    """Why the GPUs of this machine are too old or too new for ``runner``, or None."""
+    if here.device != "cuda":
+        return None
+    low, high = runner.min_capability, runner.max_capability
+    for device in here.facts.devices:
+        found = capability_of(device.capability)
+        if found < low or (high is not None and found > high):
+            wanted = f"{low[0]}.{low[1]}" + (
+                " or more" if high is None else "" if high == low else f" to {high[0]}.{high[1]}"
+            )
+            return f"needs a GPU of compute capability {wanted}, not {device.capability or 'an unknown one'}"
+    return None
 
 
 def shared_layout(backend: A2ABackend, runner: ExpertRunner, phase: Phase) -> Layout | None:

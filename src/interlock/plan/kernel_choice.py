@@ -13,6 +13,10 @@ from interlock.plan.facts import MachineFacts
 NATIVE, REFERENCE, TRITON = "cpu", "torch", "triton"
 ROW_INVARIANT: Final = frozenset({NATIVE})
 """Kernel sets whose classes declare ``row_invariant``."""
+FP8_LINEARS: Final = frozenset({TRITON})
+"""Kernel sets that compute linears with fp8 blocks fast (the reference does too, slowly)."""
+FP8_CAPABILITIES: Final = ((9, 0), (9, 9))
+"""Compute capabilities that the fp8 GEMMs are written for, both included: Hopper's matrix instructions."""
 PREFERRED: Final = {"cpu": (NATIVE, REFERENCE), "cuda": (TRITON, REFERENCE)}
 """By device, fastest first; the last runs anywhere."""
 

@@ -53,6 +53,9 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         load_format: "safetensors" or "dummy".
         qkv_layout: row order of a fused qkv tensor: "auto", "plain" or "chunked".
         dtype: dtype of activations and of weights that are not quantised: "float32" or "bfloat16".
+        attention_weight_format, mlp_weight_format, expert_weight_format: what these weights are held in:
+            "fp8_block" (e4m3 with a float32 scale for each 128x128 block) or ``dtype``.
+        num_hidden_layers: layers that are built; fewer than the checkpoint's in benchmarks only.
         kv_cache_dtype: "float32" or "bfloat16" (or "fp8_e4m3" where a device supports it).
         device: "cpu" or "cuda".
         kernels: name of the kernel set ("cpu", "torch", ...).
@@ -65,6 +68,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         moe_buffer_bytes: bytes that the dispatcher reserves on a rank.
         max_running_requests: requests decoding at once, for each replica.
         chunked_prefill_size: tokens of one prefill step, for each replica.
+        cuda_graph_sizes: decode batches that are captured as CUDA graphs, ascending; empty for none.
+        overlap_schedule: the next decode step is made and queued while the device runs the last one.
         full_pages, window_pages: pages in each page space, for each replica.
         sliding_window_extra: 0 reads a window of W as W keys including the token, 1 as W + 1.
         stall_timeout: seconds after which a silent rank ends the server.
@@ -84,6 +89,10 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     qkv_layout: str
     dtype: str
     kv_cache_dtype: str
+    attention_weight_format: str
+    mlp_weight_format: str
+    expert_weight_format: str
+    num_hidden_layers: int
     device: str
     kernels: str
     threads: int
@@ -108,6 +117,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_running_requests: int
     chunked_prefill_size: int
+    cuda_graph_sizes: tuple[int, ...]
+    overlap_schedule: bool
     page_size: int
     full_pages: int
     window_pages: int

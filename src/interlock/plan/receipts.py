@@ -83,8 +83,21 @@ def _promised_and_kept(expected: object, observed: object) -> bool:
     return observed is True or expected is False
 
 
+def _same_sizes(expected: object, observed: object) -> bool:
+    """Sizes may have become a list on their way."""
+    return (
+        isinstance(expected, list | tuple)
+        and isinstance(observed, list | tuple)
+        and [*expected] == [*observed]
+    )
+
+
 def _has_experts(plan: LaunchPlan) -> bool:
     return plan.card.num_moe_layers > 0
+
+
+def _has_dense_layers(plan: LaunchPlan) -> bool:
+    return not all(layer.is_moe for layer in plan.card.layers)
 
 
 def _has_windows(plan: LaunchPlan) -> bool:
@@ -123,6 +136,10 @@ RULES: Final[Mapping[str, Rule]] = {
     "qkv_layout": Rule(Where.RANK, applies=lambda plan: plan.card.fused_qkv and plan.qkv_layout != "auto"),
     "dtype": _RANK,
     "kv_cache_dtype": _RANK,
+    "attention_weight_format": _RANK,
+    "mlp_weight_format": Rule(Where.RANK, applies=_has_dense_layers),
+    "expert_weight_format": _layer("weight_format"),
+    "num_hidden_layers": _RANK,
     "device": _RANK,
     "kernels": _RANK,
     "threads": _RANK,
@@ -144,6 +161,8 @@ RULES: Final[Mapping[str, Rule]] = {
     "max_model_len": _LEADER,
     "max_running_requests": _LEADER,
     "chunked_prefill_size": _LEADER,
+    "cuda_graph_sizes": Rule(Where.RANK, agrees=_same_sizes),
+    "overlap_schedule": _LEADER,
     "page_size": _RANK,
     "full_pages": _RANK,
     "window_pages": _RANK,

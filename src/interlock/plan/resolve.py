@@ -13,6 +13,7 @@ from interlock.plan import decided as from_
 from interlock.plan.a2a_buffers import buffer_bytes
 from interlock.plan.capacity import Limits, decide_limits, refuse_capacity_without_experts
 from interlock.plan.card import ModelCard
+from interlock.plan.cut import cut_card
 from interlock.plan.decided import Decided, asked_text, from_model, rule
 from interlock.plan.device import Compute, decide_compute
 from interlock.plan.facts import MachineFacts
@@ -22,12 +23,14 @@ from interlock.plan.memory import Fixed, PageSpaces, available_bytes, decide_poo
 from interlock.plan.moe import Experts, check_a2a, decide_a2a, decide_experts
 from interlock.plan.nearest import with_alternatives
 from interlock.plan.server import server_items
+from interlock.plan.stepping import decide_stepping
 from interlock.plan.topology import World, decide_ep, decide_world
+from interlock.plan.weight_format import FP8, decide_expert_format, decide_linear_formats, offered_format
 from interlock.plan.weights import (
     DTYPE_BYTES,
     Slices,
     activation_bytes,
-    expert_element_bytes,
+    element_bytes,
     kv_bytes_per_token,
     weight_bytes,
 )
@@ -66,22 +69,27 @@ def _resolve(
     options: Options, card: ModelCard, facts: MachineFacts, model_path: str, declared: Declarations
 ) -> LaunchPlan:
     """Decide every item in order of dependence; the first rule that does not hold raises."""
+    card, layers = cut_card(options, card)
     world = decide_world(options, card)
     compute = decide_compute(options, card, facts, world, declared)
     situation = Situation(
         device=compute.device.value,
         kernels=compute.kernels.value,
         dtype=compute.dtype.value,
-        weight_format=card.weight_format,
+        weight_format=offered_format(options, card),
+        quantization=options.text("quantization"),
         hidden_size=card.hidden_size,
         nnodes=world.nnodes.value,
         deterministic=options.switch("deterministic"),
         facts=facts,
     )
+    linears = decide_linear_formats(
+        options, card, facts, world, kernels=compute.kernels.value, dtype=compute.dtype.value
+    )
     a2a, backend = decide_a2a(options, card, declared, situation)
     experts = decide_experts(options, card, backend, declared, situation)
     runner = declared.runners.get(experts.runner.value)
-    keeps_blocks = card.weight_format == "fp8_block" and runner is not None and not runner.dequantises
+    expert_format = decide_expert_format(options, card, runner, compute.dtype.value)
     tp = world.tp_size.value
     ep = decide_ep(
         options,
@@ -89,7 +97,7 @@ def _resolve(
         tp,
         exchanges=exchanges(backend),
         full_ep=exchanges(backend) and backend.requires_full_ep,
-        sliced_block=max(card.weight_block) if keeps_blocks else 1,
+        sliced_block=max(card.weight_block) if expert_format.value == FP8 else 1,
     )
     check_a2a(backend, card, declared, situation.with_ep_size(ep.value))
     if card.experts is None:
@@ -100,7 +108,9 @@ def _resolve(
         ep=ep.value,
         experts_tp=tp // ep.value,
         dtype_bytes=DTYPE_BYTES[compute.dtype.value],
-        expert_bytes=expert_element_bytes(card, compute.dtype.value, not keeps_blocks),
+        expert_bytes=element_bytes(expert_format.value),
+        attention_bytes=element_bytes(linears.attention.value),
+        mlp_bytes=element_bytes(linears.mlp.value),
     )
     sources = ep.value if exchanges(backend) else world.attn_dp_size.value
     buffers = buffer_bytes(backend, card, experts, limits, sources, slices.dtype_bytes)
@@ -116,6 +126,10 @@ def _resolve(
     items: dict[str, Decided[Any]] = {
         **_identity(options, card, model_path),
         **compute.items(),
+        "attention_weight_format": linears.attention,
+        "mlp_weight_format": linears.mlp,
+        "expert_weight_format": expert_format,
+        "num_hidden_layers": layers,
         **_ranks(world, ep),
         "moe_a2a_backend": a2a,
         **_experts(experts),
@@ -128,6 +142,7 @@ def _resolve(
         "max_model_len": pools.max_model_len,
         "max_running_requests": limits.max_running_requests,
         "chunked_prefill_size": limits.chunked_prefill_size,
+        **decide_stepping(options, compute, world, limits, backend).items(),
         "page_size": limits.page_size,
         "full_pages": pools.full_pages,
         "window_pages": pools.window_pages,

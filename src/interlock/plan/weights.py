@@ -17,9 +17,10 @@ FLOAT32: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Over how many ranks each part is sliced, and in what its elements are stored (bytes).
+    """Over how many ranks each part is sliced, and in what its elements are held (bytes).
 
-    ``expert_bytes`` may be fractional: an fp8 block carries a float32 scale.
+    ``expert_bytes``, ``attention_bytes`` and ``mlp_bytes`` may be fractional: an fp8 block carries a float32
+    scale. The last two are None where these weights are held in the dtype.
     """
 
     attn_tp: int
@@ -27,14 +28,13 @@ class Slices:
     experts_tp: int
     dtype_bytes: int
     expert_bytes: float
+    attention_bytes: float | None = None
+    mlp_bytes: float | None = None
 
 
-def expert_element_bytes(card: ModelCard, dtype: str, dequantises: bool) -> float:
-    """Bytes of one expert weight in memory."""
-    if card.weight_format != "fp8_block" or dequantises:
-        return DTYPE_BYTES[dtype]
-    rows, columns = card.weight_block
-    return 1 + FLOAT32 / (rows * columns)
+def element_bytes(weight_format: str) -> float:
+    """Bytes of one weight in memory: of a dtype, or of e4m3 with a float32 scale for each 128x128 block."""
+    return 1 + FLOAT32 / 128**2 if weight_format == "fp8_block" else DTYPE_BYTES[weight_format]
 
 
 def local_kv_heads(attention: AttentionCard, attn_tp: int) -> int:
@@ -48,21 +48,24 @@ def weight_bytes(card: ModelCard, slices: Slices) -> int:
     vocabulary = -(-card.vocab_size // slices.attn_tp) * hidden * size
     total = 2 * vocabulary + hidden * size
     for layer in card.layers:
-        total += _attention_bytes(layer.attention, hidden, slices) + 2 * hidden * size
+        total += _attention_bytes(layer.attention, card, slices) + 2 * hidden * size
         total += _experts_bytes(card, slices) if layer.is_moe else _dense_bytes(card, slices)
     return total
 
 
-def _attention_bytes(attention: AttentionCard, hidden: int, slices: Slices) -> int:
+def _attention_bytes(attention: AttentionCard, card: ModelCard, slices: Slices) -> int:
     heads, kv_heads = attention.num_heads // slices.attn_tp, local_kv_heads(attention, slices.attn_tp)
     rows = heads * attention.head_dim + kv_heads * (attention.head_dim + attention.v_head_dim)
     output = heads * attention.v_head_dim
     sinks = attention.num_heads * FLOAT32 if attention.has_sink else 0
-    return (rows + output) * hidden * slices.dtype_bytes + sinks
+    size: float = slices.dtype_bytes if slices.attention_bytes is None else slices.attention_bytes
+    output_size: float = slices.dtype_bytes if "o_proj" in card.fp8_except else size
+    return int((rows * size + output * output_size) * card.hidden_size) + sinks
 
 
 def _dense_bytes(card: ModelCard, slices: Slices) -> int:
-    return 3 * card.hidden_size * -(-card.intermediate_size // slices.attn_tp) * slices.dtype_bytes
+    size: float = slices.dtype_bytes if slices.mlp_bytes is None else slices.mlp_bytes
+    return int(3 * card.hidden_size * -(-card.intermediate_size // slices.attn_tp) * size)
 
 
 def _experts_bytes(card: ModelCard, slices: Slices) -> int:

@@ -72,6 +72,9 @@ class CpuKernels:
         self._native.pack_linear(weight.data_ptr(), code, weight.stride(0), n, k, panels.data_ptr())
         return PackedWeight(n, k, weight.dtype, Panels((panels,), (panels.data_ptr(),)), panels.nbytes)
 
+    def pack_linear_fp8(self, weight: torch.Tensor, scales: torch.Tensor | None = None) -> PackedWeight:
+        raise TypeError('kernels "cpu" compute float32 or bfloat16 weights: dequantise fp8 blocks first')
+
     def linear(
         self, x: torch.Tensor, weight: PackedWeight, *, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:

@@ -8,7 +8,13 @@ from typing import Any
 import msgspec
 
 from interlock.errors import CheckpointError
-from interlock.models.config_fields import ConfigFields, config_hash, fp8_block, rope_parameters
+from interlock.models.config_fields import (
+    ConfigFields,
+    config_hash,
+    fp8_block,
+    fp8_exceptions,
+    rope_parameters,
+)
 from interlock.models.decoder_weights import count_decoder_parameters
 from interlock.plan.card import AttentionCard, ExpertsCard, LayerCard, ModelCard
 
@@ -70,6 +76,7 @@ def read_card(config: Mapping[str, Any]) -> ModelCard:
         dtype=dtype,
         weight_format="fp8_block" if block else dtype,
         weight_block=block or (128, 128),
+        fp8_except=fp8_exceptions(fields),
         bos_token_id=fields.token_id("bos_token_id"),
         eos_token_ids=fields.token_ids("eos_token_id"),
         pad_token_id=fields.token_id("pad_token_id"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from interlock.moe.terms import Layout
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from interlock.kernels.base import Kernels
+    from interlock.kernels.fp8_blocks import Fp8Blocks
     from interlock.moe.a2a.base import ExpertInput
 
 
@@ -22,7 +23,10 @@ class ExpertRunner:
     Attributes:
         layouts: layouts of rows it can compute.
         weight_formats: checkpoint formats it can load: "float32", "bfloat16", "fp8_block".
-        dequantises: fp8 weights are turned into the activation dtype while loading (memory!).
+        dequantises: fp8 weights are turned into the activation dtype while loading (memory!). A runner that
+            does not implements ``LoadsFp8`` and is given the checkpoint's blocks as they are.
+        min_capability, max_capability: compute capabilities of NVIDIA GPUs it is written for, both included.
+        hidden_multiple: what the hidden size must be a multiple of.
         activation_dtypes: dtypes of rows and results: "float32", "bfloat16".
         row_dtypes: what rows may arrive as: those, or "fp8" with scales.
         devices: "cpu", "cuda".
@@ -48,6 +52,9 @@ class ExpertRunner:
     packages: tuple[str, ...] = ()
     row_invariant: bool = False
     alignment: int = 1
+    min_capability: tuple[int, int] = (0, 0)
+    max_capability: tuple[int, int] | None = None
+    hidden_multiple: int = 1
     priority: int = 0
 
 
@@ -81,6 +88,39 @@ class RunnerReceipt:
     calls: int
     rows: int
     extra: Mapping[str, object] = field(default_factory=dict)
+
+
+class ExpertFill(Protocol):
+    """Made-up weights for all experts of a rank at once, written where the runner keeps them.
+
+    ``values`` float [E, N, K], or e4m3 with ``scales`` float32 [E, N / 128, K / 128]; contiguous.
+    """
+
+    def gate_up(self, values: torch.Tensor, scales: torch.Tensor | None) -> None:
+        """Fill [E, 2i, h], gate rows first."""
+        ...
+
+    def down(self, values: torch.Tensor, scales: torch.Tensor | None) -> None:
+        """Fill [E, h, i]."""
+        ...
+
+
+@runtime_checkable
+class LoadsFp8(Protocol):
+    """A runner that keeps block-fp8 weights (``ExpertRunner.dequantises`` is False)."""
+
+    def load_expert_fp8(self, local_id: int, gate: Fp8Blocks, up: Fp8Blocks, down: Fp8Blocks) -> None:
+        """As ``Runner.load_expert``, from the checkpoint's blocks; copied as they are."""
+        ...
+
+
+@runtime_checkable
+class FillsExperts(Protocol):
+    """A runner that can have all its weights made up at once, in place of ``load_expert``."""
+
+    def fill_experts(self, fill: ExpertFill) -> None:
+        """Let ``fill`` write the weights of all experts where they are kept."""
+        ...
 
 
 class Runner(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from interlock.errors import CheckpointError
-from interlock.moe.experts.base import RunnerSpec
+from interlock.moe.experts.base import ExpertFill, RunnerSpec
 
 
 class ExpertWeights:
@@ -36,6 +36,12 @@ class ExpertWeights:
         self.gate_up[local_id, width:].copy_(up)
         self.down[local_id].copy_(down)
         self._loaded.add(local_id)
+
+    def fill(self, fill: ExpertFill) -> None:
+        """Have all experts made up at once."""
+        fill.gate_up(self.gate_up, None)
+        fill.down(self.down, None)
+        self._loaded.update(range(self._spec.num_experts))
 
     def require_all(self) -> None:
         missing = sorted(set(range(self._spec.num_experts)) - self._loaded)

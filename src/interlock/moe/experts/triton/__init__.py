@@ -12,6 +12,8 @@ RUNNER = ExpertRunner(
     row_dtypes=frozenset({"bfloat16", "fp8"}),
     devices=frozenset({"cuda"}),
     packages=("triton",),
+    min_capability=(8, 0),
+    hidden_multiple=8,
     runner="interlock.moe.experts.triton.runner:TritonRunner",
     priority=20,
 )

@@ -15,7 +15,7 @@ from interlock.kernels.triton.expert_tensors import ExpertTensors, pad_width
 from interlock.kernels.triton.row_blocks import RowLists
 from interlock.kernels.triton.tuned import MoeConfig, MoeShape, load_table, nearest
 from interlock.moe.a2a.base import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
-from interlock.moe.experts.base import RunnerReceipt, RunnerSpec
+from interlock.moe.experts.base import ExpertFill, RunnerReceipt, RunnerSpec
 from interlock.moe.experts.triton import RUNNER
 from interlock.moe.experts.weights import ExpertWeights
 from interlock.moe.fp8_rows import dequantise_rows
@@ -114,6 +114,11 @@ class TritonRunner(GroupedRunner):
         if self._loading is None:
             self._loading = ExpertWeights(self._spec)
         self._loading.load(local_id, gate, up, down)
+
+    def fill_experts(self, fill: ExpertFill) -> None:
+        """See ``FillsExperts.fill_experts``."""
+        self._loading = ExpertWeights(self._spec)
+        self._loading.fill(fill)
 
     def finish_loading(self) -> None:
         """See ``Runner.finish_loading``."""

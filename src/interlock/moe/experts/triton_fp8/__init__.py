@@ -13,6 +13,9 @@ RUNNER = ExpertRunner(
     row_dtypes=frozenset({"bfloat16", "fp8"}),
     devices=frozenset({"cuda"}),
     packages=("triton",),
+    min_capability=(9, 0),
+    max_capability=(9, 9),
+    hidden_multiple=128,
     runner="interlock.moe.experts.triton_fp8.runner:TritonFp8Runner",
     priority=30,
 )

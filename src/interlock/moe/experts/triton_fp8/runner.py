@@ -3,11 +3,14 @@ do."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from interlock.errors import CheckpointError
+from interlock.kernels.fp8_blocks import Fp8Blocks
 from interlock.kernels.triton.expert_tensors import GROUP, ExpertTensors, pad_width, quantise_blocks
-from interlock.moe.experts.base import RunnerSpec
+from interlock.moe.experts.base import ExpertFill, RunnerSpec
 from interlock.moe.experts.triton.runner import GroupedRunner
 from interlock.moe.experts.triton_fp8 import RUNNER
 
@@ -15,8 +18,7 @@ from interlock.moe.experts.triton_fp8 import RUNNER
 class TritonFp8Runner(GroupedRunner):
     """Runner ``triton_fp8``.
 
-    Weights arrive dequantised and are quantised again. Where the largest value of each block was stored as
-    448, as checkpoints are made, that gives the checkpoint's own values back.
+    A checkpoint's fp8 blocks are kept as they are (``load_expert_fp8``); float weights are quantised.
     """
 
     name = RUNNER.name
@@ -34,18 +36,7 @@ class TritonFp8Runner(GroupedRunner):
 
     def load_expert(self, local_id: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
         """See ``Runner.load_expert``."""
-        width, hidden = self._spec.intermediate_size, self._spec.hidden_size
-        if not 0 <= local_id < self._spec.num_experts:
-            raise IndexError(f"local expert {local_id} of {self._spec.num_experts}")
-        if local_id not in self._missing:
-            raise CheckpointError(f"expert {local_id} of this rank is loaded twice")
-        for name, tensor, shape in (
-            ("gate", gate, (width, hidden)),
-            ("up", up, (width, hidden)),
-            ("down", down, (hidden, width)),
-        ):
-            if tuple(tensor.shape) != shape:
-                raise CheckpointError(f"{name} projection is {tuple(tensor.shape)}, expected {shape}")
+        self._check(local_id, gate.shape, up.shape, down.shape)
         device = self._spec.device
         both = torch.cat((gate.to(device).float(), up.to(device).float()))[None]
         gate_up, wide_down = pad_width(both, down.to(device).float()[None])
@@ -56,11 +47,49 @@ class TritonFp8Runner(GroupedRunner):
         space.down[local_id], space.down_scales[local_id] = quantise_blocks(wide_down[0])
         self._missing.discard(local_id)
 
+    def load_expert_fp8(self, local_id: int, gate: Fp8Blocks, up: Fp8Blocks, down: Fp8Blocks) -> None:
+        """See ``LoadsFp8.load_expert_fp8``."""
+        self._check(local_id, gate.shape, up.shape, down.shape)
+        space, hidden = self._loading, self._spec.hidden_size
+        assert space.gate_up_scales is not None
+        assert space.down_scales is not None
+        wide = space.down.shape[2]
+        for half, part in enumerate((gate.padded(wide, hidden), up.padded(wide, hidden))):
+            space.gate_up[local_id, half * wide : (half + 1) * wide].copy_(part.values)
+            groups = wide // GROUP
+            space.gate_up_scales[local_id, half * groups : (half + 1) * groups].copy_(part.scales)
+        padded = down.padded(hidden, wide)
+        space.down[local_id].copy_(padded.values)
+        space.down_scales[local_id].copy_(padded.scales)
+        self._missing.discard(local_id)
+
+    def fill_experts(self, fill: ExpertFill) -> None:
+        """See ``FillsExperts.fill_experts``. Columns that pad the width are filled too, and then cleared."""
+        space, width = self._loading, self._spec.intermediate_size
+        fill.gate_up(space.gate_up, space.gate_up_scales)
+        fill.down(space.down, space.down_scales)
+        wide = space.down.shape[2]
+        if width < wide:
+            space.gate_up.view(torch.uint8)[:, width:wide].zero_()
+            space.gate_up.view(torch.uint8)[:, wide + width :].zero_()
+        self._missing.clear()
+
     def finish_loading(self) -> None:
         """See ``Runner.finish_loading``."""
         if self._missing:
             raise CheckpointError(f"experts {sorted(self._missing)} of this rank were not loaded")
         self._tensors = self._loading
+
+    def _check(self, local_id: int, *shapes: Sequence[int]) -> None:
+        width, hidden = self._spec.intermediate_size, self._spec.hidden_size
+        if not 0 <= local_id < self._spec.num_experts:
+            raise IndexError(f"local expert {local_id} of {self._spec.num_experts}")
+        if local_id not in self._missing:
+            raise CheckpointError(f"expert {local_id} of this rank is loaded twice")
+        expected = ((width, hidden), (width, hidden), (hidden, width))
+        for name, found, shape in zip(("gate", "up", "down"), shapes, expected, strict=True):
+            if tuple(found) != shape:
+                raise CheckpointError(f"{name} projection is {tuple(found)}, expected {shape}")
 
     def _space(self) -> ExpertTensors:
         count, hidden = self._spec.num_experts, self._spec.hidden_size

@@ -1,0 +1,184 @@
+"""In what the weights are held in memory: as the checkpoint's fp8 blocks where kernels and shapes allow it.
+
+Three items: ``attention_weight_format`` (q, k, v and, where the checkpoint quantises it, o),
+``mlp_weight_format`` (dense layers) and ``expert_weight_format``; each is "fp8_block" or the plan's dtype.
+Embedding, head, norms and router are never quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from interlock.errors import Refusal
+from interlock.kernels.availability import capability_of
+from interlock.options import Options
+from interlock.plan.card import AttentionCard, ModelCard
+from interlock.plan.decided import Decided, asked_text, from_model, rule
+from interlock.plan.facts import MachineFacts
+from interlock.plan.kernel_choice import FP8_CAPABILITIES, FP8_LINEARS
+from interlock.plan.topology import World, divisors
+
+if TYPE_CHECKING:
+    from interlock.moe.experts.base import ExpertRunner
+
+FP8: Final = "fp8_block"
+BLOCK: Final = 128
+"""A side of the blocks that the fp8 kernels compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearFormats:
+    """Formats of the linears outside the experts."""
+
+    attention: Decided[str]
+    mlp: Decided[str]
+
+
+def offered_format(options: Options, card: ModelCard) -> str:
+    """What a runner is handed: the checkpoint's format, or fp8 blocks that are made while loading."""
+    return FP8 if options.text("quantization") == "fp8" else card.weight_format
+
+
+def decide_linear_formats(
+    options: Options, card: ModelCard, facts: MachineFacts, world: World, *, kernels: str, dtype: str
+) -> LinearFormats:
+    """Whether attention and dense MLPs keep fp8 blocks, or are given them; what was asked for is kept or
+    refused."""
+    asked = asked_text(options, "quantization")
+    if offered_format(options, card) != FP8:
+        plain = rule(dtype, "as --dtype: the checkpoint is not quantised")
+        return LinearFormats(plain, plain)
+    if asked is not None and asked.value == "none":
+        given = Decided(dtype, asked.source, f"{asked.reason}: dequantised while loading")
+        return LinearFormats(given, given)
+    machine = machine_problem(facts, world.local_ranks, kernels, dtype)
+    size = world.attn_tp_size
+    problems = (
+        machine or attention_problem(card, options, size),
+        machine or mlp_problem(card, size),
+    )
+    if asked is not None:
+        _refuse(problems[0] or problems[1], card, options, world, machine)
+        made = "kept as stored" if card.weight_format == FP8 else "quantised while loading"
+        formats = tuple(Decided(FP8, asked.source, f"{asked.reason}: {made}") for _ in problems)
+    else:
+        formats = tuple(_kept(problem, dtype) for problem in problems)
+    attention, mlp = formats
+    if all(layer.is_moe for layer in card.layers):
+        mlp = from_model(dtype, "the model has no dense layers")
+    return LinearFormats(attention, mlp)
+
+
+def decide_expert_format(
+    options: Options, card: ModelCard, runner: ExpertRunner | None, dtype: str
+) -> Decided[str]:
+    """What the chosen runner holds the experts in."""
+    if runner is None:
+        return rule(dtype, "the model has no experts")
+    asked = asked_text(options, "quantization")
+    if runner.dequantises:
+        if card.weight_format != FP8:
+            return rule(dtype, "as --dtype: the checkpoint is not quantised")
+        if asked is not None:
+            return Decided(dtype, asked.source, f"{asked.reason}: dequantised while loading")
+        return rule(dtype, f"runner {runner.name} dequantises fp8 blocks while loading")
+    if card.weight_format == FP8:
+        return rule(FP8, f"runner {runner.name} computes the checkpoint's fp8 blocks as they are")
+    assert asked is not None, "only --quantization fp8 offers blocks that the checkpoint does not have"
+    return Decided(FP8, asked.source, f"{asked.reason}: quantised while loading")
+
+
+def machine_problem(facts: MachineFacts, ranks: int, kernels: str, dtype: str) -> str | None:
+    """Why no linear can be computed in fp8 here, or None."""
+    if kernels not in FP8_LINEARS:
+        return f"--kernels {kernels} compute linears in float32 or bfloat16"
+    if dtype != "bfloat16":
+        return f"the fp8 kernels take bfloat16 activations, not {dtype}"
+    low, high = FP8_CAPABILITIES
+    for device in facts.devices[:ranks]:
+        if not low <= capability_of(device.capability) <= high:
+            return (
+                f"the fp8 kernels need a GPU of compute capability {low[0]}.{low[1]}, "
+                f"and one has {device.capability or 'none'}"
+            )
+    return None
+
+
+def attention_problem(card: ModelCard, options: Options, size: int) -> str | None:
+    """Why q, k, v (and o, if it is quantised) of one of ``size`` ranks are no whole blocks, or None."""
+    if card.hidden_size % BLOCK:
+        return f"the hidden size {card.hidden_size} is no multiple of {BLOCK}"
+    kinds = {layer.attention for layer in card.layers}
+    if "o_proj" not in card.fp8_except:
+        for kind in kinds:
+            columns = kind.num_heads * kind.v_head_dim // size
+            if columns % BLOCK:
+                return f"o_proj of a rank has {columns} input features, no multiple of {BLOCK}"
+    if card.weight_format != FP8:
+        return None
+    if card.weight_block != (BLOCK, BLOCK):
+        return _other_blocks(card)
+    for kind in kinds:
+        for name, rows in _qkv_rows(card, kind, options, size):
+            if rows % BLOCK:
+                return f"{name} has {rows} rows, no multiple of the block of {BLOCK}"
+    return None
+
+
+def mlp_problem(card: ModelCard, size: int) -> str | None:
+    """Why the dense MLP of one of ``size`` ranks is no whole blocks, or None."""
+    if all(layer.is_moe for layer in card.layers):
+        return None
+    if card.hidden_size % BLOCK:
+        return f"the hidden size {card.hidden_size} is no multiple of {BLOCK}"
+    width = card.intermediate_size
+    if width % size or width // size % BLOCK:
+        return f"the dense width {width} over {size} ranks is no multiple of the block of {BLOCK}"
+    return _other_blocks(card) if card.weight_format == FP8 and card.weight_block != (BLOCK, BLOCK) else None
+
+
+def _qkv_rows(card: ModelCard, kind: AttentionCard, options: Options, size: int) -> Iterator[tuple[str, int]]:
+    """(part, rows) that must be whole blocks: parts of a rank, and of a chunk of a fused tensor."""
+    kv_heads = max(1, kind.num_kv_heads // size)
+    for name, rows in (
+        ("q", kind.num_heads // size * kind.head_dim),
+        ("k", kv_heads * kind.head_dim),
+        ("v", kv_heads * kind.v_head_dim),
+    ):
+        yield f"{name} of a rank", rows
+    plain = options.text("qkv_layout") == "plain" or options.text("load_format") == "dummy"
+    if card.fused_qkv and not plain:
+        full = next((layer.attention for layer in card.layers if layer.attention.window is None), kind)
+        chunks = full.num_kv_heads
+        yield "k in a chunk of the fused qkv tensor", kind.num_kv_heads // chunks * kind.head_dim
+        yield "v in a chunk of the fused qkv tensor", kind.num_kv_heads // chunks * kind.v_head_dim
+
+
+def _other_blocks(card: ModelCard) -> str:
+    rows, columns = card.weight_block
+    return f"the fp8 kernels compute blocks of {BLOCK}x{BLOCK}, and the checkpoint has {rows}x{columns}"
+
+
+def _kept(problem: str | None, dtype: str) -> Decided[str]:
+    if problem is None:
+        return from_model(FP8, "the checkpoint's fp8 blocks, kept as they are")
+    return rule(dtype, f"dequantised while loading: {problem}")
+
+
+def _refuse(
+    problem: str | None, card: ModelCard, options: Options, world: World, machine: str | None
+) -> None:
+    if problem is None:
+        return
+    alternatives = ["--quantization auto", "--quantization none"]
+    tp = world.tp_size.value
+    if machine is None:
+        fitting = [
+            size
+            for size in divisors(tp)
+            if attention_problem(card, options, size) is None and mlp_problem(card, size) is None
+        ]
+        alternatives[:0] = [f"--attn-dp-size {tp // size}" for size in reversed(fitting)]
+    raise Refusal(option="--quantization", given="fp8", rule=problem, alternatives=alternatives)
