@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from interlock.bench.shapes import refuse_weights_of_shape, shape_folder
 from interlock.demo import resolve_model
 from interlock.models.card_reader import read_model_card
 from interlock.options import Options
@@ -22,7 +21,8 @@ def plan_launch(model: str, options: Options, facts: MachineFacts | None = None)
     """
     if not options.is_set("model"):
         options = options.changed({"model": model})
-    folder: Path = resolve_model(model, source=options.text("demo_source"))
+    folder = shape_folder(model) or resolve_model(model, source=options.text("demo_source"))
+    refuse_weights_of_shape(model, options)
     declared = Declarations.registered()
     facts = facts or probe(packages=declared.packages())
     return resolve(options, read_model_card(folder), facts, model_path=folder, declared=declared)

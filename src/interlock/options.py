@@ -47,7 +47,7 @@ def _runner_names() -> tuple[str, ...]:
 _DEFINITIONS: Final = (
     Option(
         "model", Kind.TEXT, None, MODEL, items=("model", "model_path"),
-        help="folder of a checkpoint, or a built-in name: demo, tiny-random",
+        help="folder of a checkpoint, or a built-in name: demo, tiny-random, shape:NAME (without weights)",
         peers=("model-path", "model-name-or-path"),
     ),
     Option(

@@ -10,6 +10,7 @@ import torch
 from interlock.bench.layer import DTYPES, LayerPoint, LayerShape, Skipped, choose_runners, run_layer
 from interlock.bench.limits import Limits, measure_limits
 from interlock.bench.parts_record import layer_evidence
+from interlock.bench.shapes import shape_folder
 from interlock.demo import resolve_model
 from interlock.errors import Refusal
 from interlock.evidence.record import device_of
@@ -55,7 +56,7 @@ def layer_shape(
     base = DEFAULT_SHAPE
     facts = ModelFacts(name="layer", family="", architecture="", config_hash="", weight_format="")
     if model is not None:
-        card = read_model_card(resolve_model(model))
+        card = read_model_card(shape_folder(model) or resolve_model(model))
         if card.experts is None:
             raise Refusal(option="MODEL", given=model, rule="has no experts to measure")
         base = LayerShape(
