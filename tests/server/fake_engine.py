@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from interlock.engine.load_history import LoadHistory
 from interlock.engine.messages import AddRequest, SchedulerStats, TokenDelta, TokenLogprob
 from interlock.errors import EngineDeadError
 from interlock.plan.card import AttentionCard, LayerCard, ModelCard
@@ -94,6 +95,7 @@ class FakeEngine:
     reason: str | None = None
     extra_stats: SchedulerStats = field(default_factory=SchedulerStats)
     released: bool = False
+    history: LoadHistory = field(default_factory=LoadHistory)
 
     def reset(self) -> None:
         """Back to a fresh engine with the same plan."""
@@ -108,6 +110,7 @@ class FakeEngine:
             "reason",
             "extra_stats",
             "released",
+            "history",
         ):
             setattr(self, name, getattr(fresh, name))
 

@@ -20,6 +20,7 @@ from interlock.engine.endpoints import (
     network_endpoints,
     socket_directory,
 )
+from interlock.engine.load_history import LoadHistory
 from interlock.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -31,6 +32,7 @@ from interlock.engine.messages import (
     NodeLeaving,
     RankEnded,
     RankFailed,
+    RankLoad,
     RankReady,
     RecordSteps,
     SchedulerStats,
@@ -61,6 +63,7 @@ class Engine:
     Attributes:
         plan: the launch plan.
         receipts: rank -> plan item -> what that rank observed, complete once started.
+        history: load of the last minutes.
         stacks: after a stall, where the ranks of this node were; too much for clients, so not in ``health``.
     """
 
@@ -87,6 +90,7 @@ class Engine:
         self._pulse = Pulse(range(plan.tp_size), plan.stall_timeout)
         self._failure: str | None = None
         self.stacks = ""
+        self.history = LoadHistory()
         self._refusal = ""
         self._closing = False
         self._step_listener: Callable[[int, StepRecord], None] | None = None
@@ -242,6 +246,7 @@ class Engine:
         match message:
             case EngineOutputs():
                 self._stats[message.replica] = message.stats
+                self.history.note_stats(self._stats)
                 if message.step is not None and self._step_listener is not None:
                     self._step_listener(message.replica, message.step)
                 for delta in message.deltas:
@@ -250,6 +255,8 @@ class Engine:
                         queue.put_nowait(delta)
             case Heartbeat():
                 self._pulse.note(message)
+            case RankLoad():
+                self.history.note_rank(message)
             case RankReady():
                 self.receipts[message.rank] = message.receipts
                 if len(self.receipts) == self.plan.tp_size:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from interlock.engine.load_history import LoadHistory
 from interlock.engine.messages import AddRequest, SchedulerStats, TokenDelta
 from interlock.plan.launch_plan import LaunchPlan
 
@@ -18,9 +19,11 @@ class EngineClient(Protocol):
     Attributes:
         plan: the launch plan that the engine was built from.
         receipts: rank -> plan item -> what that rank observed.
+        history: load of the last minutes.
     """
 
     plan: LaunchPlan
+    history: LoadHistory
     receipts: dict[int, dict[str, object]]
 
     def stream(self, request: AddRequest) -> AsyncIterator[TokenDelta]:

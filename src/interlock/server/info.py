@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from interlock.server.context import ServerContext
 from interlock.server.errors import ApiError
+from interlock.server.load_view import experts_json, load_json
 from interlock.server.metrics import plan_digest
 
 _POLL_SECONDS = 0.02
@@ -69,6 +70,16 @@ def info_router(context: ServerContext) -> APIRouter:
     async def metrics() -> Response:
         """Prometheus text format."""
         return Response(context.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/load")
+    async def load() -> Response:
+        """Requests, tokens a second and KV pages now, and their course over the last minutes."""
+        return _json(load_json(context.engine, context.live_requests()))
+
+    @router.get("/experts")
+    async def experts() -> Response:
+        """Rows that each expert and each rank received in the counted steps of the last minute."""
+        return _json(experts_json(context.engine))
 
     @router.get("/plan")
     async def plan() -> Response:

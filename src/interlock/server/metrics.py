@@ -1,4 +1,5 @@
-"""Prometheus metrics. Names follow vLLM's where the meaning is the same, with the prefix ``interlock:``.
+"""Prometheus metrics of requests. Names follow vLLM's where the meaning is the same, with the prefix
+``interlock:``; ``metric_aliases.py`` repeats them under the names of other engines.
 
 ``METRIC_NAMES`` is the documented list; a test compares it with what ``/metrics`` exposes. An engine request
 (one choice) is counted once as started and once as finished, aborted or failed, so that
@@ -12,16 +13,16 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, ParamSpec
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from interlock.engine.client_protocol import EngineClient
-from interlock.engine.messages import SchedulerStats
 from interlock.plan.launch_plan import LaunchPlan
+from interlock.server.engine_metrics import ENGINE_METRIC_NAMES, EngineCollector
+from interlock.server.metric_aliases import aliases_of
 
 if TYPE_CHECKING:
     from interlock.server.choice_times import ChoiceTimes
@@ -72,38 +73,9 @@ _ITL_BUCKETS = (
 _E2E_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKEN_BUCKETS = tuple(2**power for power in range(18))
 
-_GAUGES: dict[str, tuple[str, Callable[[SchedulerStats], float]]] = {
-    "interlock:num_requests_running": ("Requests in the running batch.", lambda s: s.running),
-    "interlock:num_requests_waiting": ("Requests waiting for admission.", lambda s: s.waiting),
-    "interlock:kv_cache_usage_perc": (
-        "Share of full-attention KV pages that running requests own, 0 to 1.",
-        lambda s: _share(s.full_pages - s.full_pages_free - s.full_pages_cached, s.full_pages),
-    ),
-    "interlock:kv_window_cache_usage_perc": (
-        "Share of sliding-window KV pages that running requests own, 0 to 1.",
-        lambda s: _share(s.window_pages - s.window_pages_free - s.window_pages_cached, s.window_pages),
-    ),
-}
-_COUNTERS: dict[str, tuple[str, Callable[[SchedulerStats], float]]] = {
-    "interlock:prompt_tokens": ("Prompt tokens admitted.", lambda s: s.prompt_tokens_total),
-    "interlock:generation_tokens": ("Tokens generated.", lambda s: s.generated_tokens_total),
-    "interlock:prefix_cache_queries": (
-        "Prompt tokens looked up in the prefix tree.",
-        lambda s: s.prefix_queries_total,
-    ),
-    "interlock:prefix_cache_hits": ("Prompt tokens found in the prefix tree.", lambda s: s.prefix_hits_total),
-    "interlock:num_preemptions": ("Retractions of running requests.", lambda s: s.retractions_total),
-    "interlock:num_aborts": ("Aborts seen by the scheduler.", lambda s: s.aborts_total),
-    "interlock:prefill_steps": ("Prefill steps.", lambda s: s.steps_prefill_total),
-    "interlock:decode_steps": ("Decode steps.", lambda s: s.steps_decode_total),
-}
-
 METRIC_NAMES = frozenset(
     {
-        *_GAUGES,
-        *_COUNTERS,
-        "interlock:engine_healthy",
-        "interlock:plan_info",
+        *ENGINE_METRIC_NAMES,
         "interlock:requests_started",
         "interlock:request_success",
         "interlock:requests_aborted",
@@ -205,7 +177,7 @@ class Metrics:
         )
         self._prompt = histogram("interlock:request_prompt_tokens", "Prompt length.", _TOKEN_BUCKETS)
         self._generated = histogram("interlock:request_generation_tokens", "Answer length.", _TOKEN_BUCKETS)
-        self.registry.register(_EngineCollector(engine, model_name))
+        self.registry.register(EngineCollector(engine, model_name, plan_digest(engine.plan)))
 
     def exposition(self) -> bytes:
         """The Prometheus text format."""
@@ -262,56 +234,11 @@ class Metrics:
         self._rejected.labels(model_name=self._model_name, status=str(status)).inc()
 
 
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
-
-
 class _Registry(CollectorRegistry):
-    """Leaves out the ``_created`` samples, which double the size of a scrape and which no dashboard reads."""
+    """Adds the names of other engines, and leaves out the ``_created`` samples, which no dashboard reads."""
 
     def collect(self) -> Iterator[Metric]:
         for family in super().collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
-
-
-class _EngineCollector(Collector):
-    """Reads the schedulers' counters when scraped; keeps the last ones when the engine cannot say."""
-
-    def __init__(self, engine: EngineClient, model_name: str) -> None:
-        self._engine = engine
-        self._model_name = model_name
-        self._digest = plan_digest(engine.plan)
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
-
-    def collect(self) -> Iterator[Metric]:
-        try:
-            stats = self._engine.stats()
-            healthy = self._engine.health() is None
-        except Exception:
-            _log.exception("metrics: the engine's counters are not available")
-            stats, healthy = (), False
-        labels = ["model_name", "replica"]
-        families: list[tuple[Any, Callable[[SchedulerStats], float]]] = [
-            *((GaugeMetricFamily(name, text, labels=labels), get) for name, (text, get) in _GAUGES.items()),
-            *(
-                (CounterMetricFamily(name, text, labels=labels), get)
-                for name, (text, get) in _COUNTERS.items()
-            ),
-        ]
-        for family, get in families:
-            for scheduler in stats:
-                family.add_metric([self._model_name, str(scheduler.replica)], get(scheduler))
-            yield family
-        health = GaugeMetricFamily(
-            "interlock:engine_healthy", "1 while the engine is healthy.", labels=["model_name"]
-        )
-        health.add_metric([self._model_name], float(healthy))
-        yield health
-        info = GaugeMetricFamily(
-            "interlock:plan_info", "Always 1; labels name the launch plan.", labels=["model_name", "digest"]
-        )
-        info.add_metric([self._model_name, self._digest], 1.0)
-        yield info
+            yield from aliases_of(family)
