@@ -10,7 +10,7 @@ namespace {
 
 template <class Kind, int M>
 void packed_tile(const float* a, const float* panel, int64_t rows, float* c, Ahead ahead) {
-  tile<Kind, M, Kind::LANES * M, M, 1>(a, panel, rows, c, ahead);
+  tile<Kind, Sum::CHAINS, M, Kind::LANES * M, M, 1>(a, panel, rows, c, ahead);
 }
 
 template <class Kind, int... M>
@@ -21,7 +21,7 @@ TileFunction packed_entry(int m, std::integer_sequence<int, M...>) {
 
 template <int M>
 void strided_tile(const float* a, const float* panel, int64_t rows, float* c, Ahead ahead) {
-  tile<Float32, M, 1, 1, P>(a, panel, rows, c, ahead);
+  tile<Float32, Sum::LINKS, M, 1, 1, P>(a, panel, rows, c, ahead);
 }
 
 template <int... M>

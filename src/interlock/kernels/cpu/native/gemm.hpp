@@ -2,8 +2,9 @@
 //
 // A weight [N, K] is stored as [ceil(N / P)][rows][P] lanes of 32 bits, zero padded. A row holds one k of float32, or
 // two neighbouring k of bfloat16 in the low and high half of each lane. Rows of the other operand are packed into tiles
-// of M <= MR rows. Every element of the result is one chain over ascending k, accumulated in float32, whatever the
-// tile, the thread or the slice of N it is computed in, so its bits depend on nothing else.
+// of M <= MR rows. Every element of the result is a sum of chains over CHAIN panel rows each, in order of k,
+// accumulated in float32, whatever the tile, the thread or the slice of N it is computed in, so its bits depend on
+// nothing else. Short chains round less than one long chain.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +21,12 @@ namespace interlock {
 constexpr int P = 32;                     // columns of a panel
 constexpr int MR = VW == 16 ? 12 : 6;     // rows of the largest tile
 constexpr int BLOCK_ROWS = 96;            // rows that share one pass over a panel
+constexpr int CHAIN = 64;                // rows of a panel that are summed before they join the result
 constexpr int BLOCK_K = 256;             // rows of a panel that stays in the cache for all tiles
 constexpr int TWO_TILES_K = 64;          // the same for two tiles, which need the memory as much as the arithmetic
 constexpr int FETCH_AHEAD = 512;         // bytes that a single tile fetches ahead of itself
 static_assert(BLOCK_ROWS % MR == 0, "a block is made of whole tiles");
+static_assert(BLOCK_K % CHAIN == 0 && TWO_TILES_K % CHAIN == 0, "chains begin at the same k in every tile");
 
 // Vectors of a panel row that a tile of M rows processes at once, within the register file.
 constexpr int vectors_at_once(int m) {
@@ -105,31 +108,41 @@ struct Ahead {
   int64_t step;
 };
 
+// How a tile joins what c holds: as whole chains, or as links of the one chain that c is.
+enum class Sum { CHAINS, LINKS };
+
 // c[m][0..P) += sum over `rows` panel rows of operand times row; lane j of result row m is a[r * AR + j * AJ + m * AM].
-template <class Kind, int M, int AR, int AJ, int AM>
+template <class Kind, Sum SUM, int M, int AR, int AJ, int AM>
 inline void tile(const float* __restrict a, const float* __restrict panel, int64_t rows, float* __restrict c,
                  Ahead ahead) {
   constexpr int NV = vectors_at_once(M);
   for (int first = 0; first < P; first += NV * VW) {
-    vf acc[M][NV];
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) acc[m][v] = load(c + m * P + first + v * VW);
     const float *from = panel + first, *operand = a;
-    for (int64_t r = 0; r < rows; ++r, from += P, operand += AR, ahead.at += ahead.step) {
-      __builtin_prefetch(ahead.at);
-      __builtin_prefetch(ahead.at + ahead.step / 2);
-      vf row[NV];
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) row[v] = load(from + v * VW);
+    for (int64_t begin = 0; begin < rows; begin += CHAIN) {
+      const int64_t end = rows - begin < CHAIN ? rows : begin + CHAIN;
+      vf acc[M][NV];
 #pragma GCC unroll 16
-      for (int m = 0; m < M; ++m) Kind::multiply(acc[m], [&](int j) { return operand[j * AJ + m * AM]; }, row);
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; ++v)
+          acc[m][v] = SUM == Sum::LINKS ? load(c + m * P + first + v * VW) : splat(0.0f);
+      for (int64_t r = begin; r < end; ++r, from += P, operand += AR, ahead.at += ahead.step) {
+        __builtin_prefetch(ahead.at);
+        __builtin_prefetch(ahead.at + ahead.step / 2);
+        vf row[NV];
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; ++v) row[v] = load(from + v * VW);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; ++m) Kind::multiply(acc[m], [&](int j) { return operand[j * AJ + m * AM]; }, row);
+      }
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; ++v) {
+          float* to = c + m * P + first + v * VW;
+          store(to, SUM == Sum::LINKS ? acc[m][v] : load(to) + acc[m][v]);
+        }
     }
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) store(c + m * P + first + v * VW, acc[m][v]);
   }
 }
 
@@ -139,7 +152,8 @@ using TileFunction = void (*)(const float*, const float*, int64_t, float*, Ahead
 template <class Kind>
 TileFunction packed_tile_for(int m);
 
-// Tile of m rows of stride P, against a float32 panel (probabilities times values).
+// Tile of m rows of stride P, against a float32 panel (probabilities times values). Its rows go on with the chain
+// that c is: keys that only some rows of a tile see are added in calls of their own.
 TileFunction strided_tile_for(int m);
 
 // How a block of rows falls into tiles of nearly equal size.
