@@ -129,6 +129,7 @@ def memory_rows(plan: LaunchPlan) -> list[tuple[str, int]]:
         ("KV, sliding window", memory.kv_window),
         ("a2a buffers", memory.a2a_buffers),
         ("activations", memory.activations),
+        *([("CUDA graphs", memory.graphs)] if memory.graphs else []),
         ("together", memory.total),
         ("available", memory.available),
     ]

@@ -51,6 +51,7 @@ class Situation:
 
     Attributes:
         weight_format: what weights are offered in: the checkpoint's, or fp8 blocks made while loading.
+        weight_block: of the checkpoint's fp8 blocks.
         quantization: "fp8" wants experts held as fp8 blocks, "none" wants none; None leaves it to the runner.
         ep_size: None where the size is not decided yet.
     """
@@ -65,6 +66,7 @@ class Situation:
     facts: MachineFacts
     ep_size: int | None = None
     quantization: str | None = None
+    weight_block: tuple[int, int] = (128, 128)
 
     def with_ep_size(self, ep_size: int) -> Situation:
         return replace(self, ep_size=ep_size)
@@ -109,6 +111,9 @@ def runner_problem(runner: ExpertRunner, here: Situation) -> str | None:
         return f"holds weights in {held}, and --quantization fp8 wants fp8 blocks"
     if here.quantization == "none" and not runner.dequantises:
         return f"holds weights in {held}, and --quantization none wants {here.dtype}"
+    if not runner.dequantises and here.weight_block != (128, 128):
+        rows, columns = here.weight_block
+        return f"computes fp8 blocks of 128x128, not {rows}x{columns}"
     if here.hidden_size % runner.hidden_multiple:
         return f"needs a hidden size that is a multiple of {runner.hidden_multiple}, not {here.hidden_size}"
     problem = capability_problem(runner, here)

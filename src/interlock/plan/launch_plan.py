@@ -39,10 +39,12 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     a2a_buffers: int
     activations: int
     available: int
+    graphs: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_full + self.kv_window + self.a2a_buffers + self.activations
+        fixed = self.weights + self.a2a_buffers + self.activations + self.graphs
+        return fixed + self.kv_full + self.kv_window
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):

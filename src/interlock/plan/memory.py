@@ -35,10 +35,11 @@ class Fixed:
     weights: int
     a2a_buffers: int
     activations: int
+    graphs: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.a2a_buffers + self.activations
+        return self.weights + self.a2a_buffers + self.activations + self.graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +164,13 @@ def _budget(
             alternatives=[f"--kv-memory {-(-needed // MIB)}MiB", *_shorter(spaces, asked.value, length)],
         )
     if left < (asked.value if asked else needed):
+        graphs = f", {size(fixed.graphs)} for CUDA graphs" if fixed.graphs else ""
         pools = f"{size(asked.value)} for --kv-memory" if asked else f"{size(needed)} for KV pages"
         raise Refusal(
             option="--kv-memory" if asked and left >= needed else "--tp-size",
             given=size(asked.value) if asked and left >= needed else world.tp_size.value,
             rule=f"a rank needs {size(fixed.weights)} for weights, {size(fixed.a2a_buffers)} for a2a "
-            f"buffers, {size(fixed.activations)} for activations and {pools}, together "
+            f"buffers, {size(fixed.activations)} for activations{graphs} and {pools}, together "
             f"{size(fixed.total + (asked.value if asked else needed))}; {size(available)} is available",
             alternatives=[f"--kv-memory {left // MIB}MiB"] if left // MIB * MIB >= needed else [],
         )
@@ -233,6 +235,7 @@ def estimate(spaces: PageSpaces, pools: Pools, fixed: Fixed, available: int) -> 
         kv_window=pools.window_pages.value * spaces.window_page_bytes,
         a2a_buffers=fixed.a2a_buffers,
         activations=fixed.activations,
+        graphs=fixed.graphs,
         available=available,
     )
 

@@ -31,6 +31,7 @@ from interlock.plan.weights import (
     Slices,
     activation_bytes,
     element_bytes,
+    graph_bytes,
     kv_bytes_per_token,
     weight_bytes,
 )
@@ -78,6 +79,7 @@ def _resolve(
         dtype=compute.dtype.value,
         weight_format=offered_format(options, card),
         quantization=options.text("quantization"),
+        weight_block=card.weight_block,
         hidden_size=card.hidden_size,
         nnodes=world.nnodes.value,
         deterministic=options.switch("deterministic"),
@@ -114,10 +116,12 @@ def _resolve(
     )
     sources = ep.value if exchanges(backend) else world.attn_dp_size.value
     buffers = buffer_bytes(backend, card, experts, limits, sources, slices.dtype_bytes)
+    stepping = decide_stepping(options, compute, world, limits, backend)
     fixed = Fixed(
         weights=weight_bytes(card, slices),
         a2a_buffers=buffers,
         activations=_activations(card, slices, limits, world, exchanging=exchanges(backend)),
+        graphs=graph_bytes(card, slices, stepping.cuda_graph_sizes.value),
     )
     extra = _window_extra(options, card)
     spaces = _page_spaces(card, world, limits, compute, extra.value)
@@ -142,7 +146,7 @@ def _resolve(
         "max_model_len": pools.max_model_len,
         "max_running_requests": limits.max_running_requests,
         "chunked_prefill_size": limits.chunked_prefill_size,
-        **decide_stepping(options, compute, world, limits, backend).items(),
+        **stepping.items(),
         "page_size": limits.page_size,
         "full_pages": pools.full_pages,
         "window_pages": pools.window_pages,

@@ -6,6 +6,7 @@ E experts of width i, k experts a token, n tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -98,6 +99,15 @@ def activation_bytes(
         layer_rows.append(moe_tokens * (card.experts.top_k * (width + hidden) + hidden) * size)
     logits = 2 * logit_rows * card.vocab_size * FLOAT32
     return stream + max(*layer_rows, logits)
+
+
+def graph_bytes(card: ModelCard, slices: Slices, sizes: Sequence[int]) -> int:
+    """Bytes that captured decode steps keep: one step of the largest, hidden rows and logits of each."""
+    if not sizes:
+        return 0
+    largest = max(sizes)
+    step = activation_bytes(card, slices, tokens=largest, moe_tokens=largest, logit_rows=largest)
+    return step + sum(sizes) * (card.vocab_size * FLOAT32 + card.hidden_size * slices.dtype_bytes)
 
 
 def _attention_row(attention: AttentionCard, slices: Slices) -> int:
