@@ -15,6 +15,7 @@ from interlock.server.errors import install_error_handlers
 from interlock.server.gate import Gate, GateMiddleware
 from interlock.server.info import info_router
 from interlock.server.metrics import Metrics, plan_digest
+from interlock.server.page_router import page_router
 from interlock.server.prompts import ContextLimit
 from interlock.server.request_log import RequestLogMiddleware
 from interlock.server.settings import ServerSettings
@@ -49,6 +50,7 @@ def create_app(
     app.state.context = context
     for router in (completions_router, chat_router, tokens_router, info_router):
         app.include_router(router(context))
+    app.include_router(page_router())
     install_error_handlers(app, context.metrics.rejected)
     rejected = context.metrics.rejected
     if settings.api_key is not None:

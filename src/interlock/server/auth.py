@@ -10,9 +10,15 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from interlock.server.errors import ApiError
+from interlock.server.page_router import ASSETS
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
 """Paths that need no key, as load balancers and Prometheus expect (vLLM and SGLang leave them open too)."""
+
+
+def is_open(path: str) -> bool:
+    """Whether ``path`` needs no key: probes, scrapes, and the page, which asks for the key itself."""
+    return path in OPEN_PATHS or path.startswith(ASSETS)
 
 
 class ApiKeyMiddleware:
@@ -24,7 +30,7 @@ class ApiKeyMiddleware:
         self._digest = _digest(api_key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._allowed(scope):
+        if scope["type"] != "http" or is_open(scope["path"]) or self._allowed(scope):
             await self._app(scope, receive, send)
             return
         self._on_rejected(401)

@@ -16,6 +16,7 @@ from interlock.server.context import ServerContext
 from interlock.server.errors import ApiError
 from interlock.server.load_view import experts_json, load_json
 from interlock.server.metrics import plan_digest
+from interlock.server.plan_view import plan_view
 
 _POLL_SECONDS = 0.02
 
@@ -87,12 +88,17 @@ def info_router(context: ServerContext) -> APIRouter:
         whether a key is set."""
         engine = context.engine
         receipts = {str(rank): items for rank, items in engine.receipts.items()}
-        return _json({"digest": plan_digest(engine.plan), "plan": engine.plan, "receipts": receipts})
+        view = plan_view(engine.plan, engine.receipts)
+        return _json(
+            {"digest": plan_digest(engine.plan), "plan": engine.plan, "receipts": receipts, "view": view}
+        )
 
     @router.get("/version")
     async def version_() -> Response:
-        """Version of the package."""
-        return _json({"version": version("interlock")})
+        """Version of the package, and whether requests need an API key."""
+        return _json(
+            {"version": version("interlock"), "api_key_required": context.settings.api_key is not None}
+        )
 
     @router.post("/flush_cache")
     async def flush_cache(wait: Annotated[float, Query(ge=0, le=600, allow_inf_nan=False)] = 0.0) -> Response:

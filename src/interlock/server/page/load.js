@@ -1,0 +1,35 @@
+// Tiles, charts and the table of replicas: what /load says.
+
+import { chart, rates, spark, values } from "/page/charts.js";
+import { $, cell, make, number, percent, track } from "/page/dom.js";
+
+export function showLoad(load) {
+  $("tile-rate").textContent = number(load.generated_tokens_per_second);
+  $("tile-running").replaceChildren(String(load.running), make("small", "", ` / ${load.max_running_requests}`));
+  $("tile-waiting").textContent = String(load.waiting);
+  $("tile-kv").textContent = percent(load.kv_usage);
+  $("tile-hits").textContent = percent(load.prefix_hit_rate);
+  const generated = rates(load.series, "generated_tokens");
+  spark($("spark-rate"), generated);
+  spark($("spark-running"), values(load.series, "running"));
+  spark($("spark-waiting"), values(load.series, "waiting"));
+  spark($("spark-kv"), values(load.series, "kv_usage"));
+  if ($("view-load").hidden) return;
+  chart($("chart-rate"), [generated], { least: 10 });
+  chart($("chart-requests"), [values(load.series, "running"), values(load.series, "waiting")], { least: 4 });
+  chart($("chart-kv"), [values(load.series, "kv_usage")], { share: true });
+  $("replicas").tBodies[0].replaceChildren(...load.replicas.map(row));
+}
+
+function row(replica) {
+  return make(
+    "tr", "", cell(replica.replica), cell(replica.running, "n"), cell(replica.waiting, "n"),
+    make("td", "", pages(replica.pages.full)), make("td", "", pages(replica.pages.window)),
+  );
+}
+
+function pages({ total, used, cached }) {
+  if (!total) return make("span", "quiet", "none");
+  const text = `${number(used)} used, ${number(cached)} cached of ${number(total)}`;
+  return make("span", "meter", track(used / total, cached / total), make("span", "quiet", text));
+}
