@@ -76,6 +76,12 @@ def test_cores_are_shared_among_the_ranks_of_a_node() -> None:
     assert plan_for(threads=3).threads == 3
 
 
+def test_one_host_thread_launches_the_kernels_of_a_gpu() -> None:
+    assert bf16_plan(gpu_machine(gpus=1)).threads == 1
+    with pytest.raises(Refusal, match="one host thread launches them"):
+        bf16_plan(gpu_machine(gpus=1), threads=4)
+
+
 def test_gpus_are_taken_where_there_are_enough() -> None:
     assert plan_for(gpu_machine(gpus=2), tp_size=2).device == "cuda"
     few = plan_for(gpu_machine(gpus=2), tp_size=4)
@@ -117,7 +123,7 @@ def test_fp8_checkpoints_say_that_they_are_dequantised() -> None:
     card = tiny_card(weight_format="fp8_block", dtype="bfloat16")
     plan = resolve(Options.of(model="m"), card, machine())
     assert plan.dtype == "bfloat16"
-    assert "dequantised" in plan.provenance["dtype"].reason
+    assert "dequantised" in plan.provenance["attention_weight_format"].reason
     assert plan.kv_cache_dtype == "bfloat16"
 
 
@@ -168,3 +174,16 @@ def test_visible_devices_are_read_as_cuda_does(visible: str, names: list[str]) -
         (f"GPU-{name}x", Device(kind="cuda", name=name, memory_total=1, memory_free=1)) for name in "abc"
     ]
     assert [device.name for device in _select(found, visible)] == names
+
+
+def test_an_fp8_cache_where_the_kernels_can_convert_it() -> None:
+    plan, plain = bf16_plan(gpu_machine(gpus=1), kv_cache_dtype="fp8_e4m3"), bf16_plan(gpu_machine(gpus=1))
+    assert (plan.kv_cache_dtype, plain.kv_cache_dtype) == ("fp8_e4m3", "bfloat16")
+    pages = plan.full_pages + plan.window_pages
+    bytes_a_page = (plan.memory.kv_full + plan.memory.kv_window) / pages
+    assert 2 * bytes_a_page * pages == pytest.approx(plain.memory.kv_full + plain.memory.kv_window)
+    assert plan_for(kv_cache_dtype="fp8_e4m3", kernels="torch").kv_cache_dtype == "fp8_e4m3"
+    for facts, words in ((machine(), "--kernels cpu cache"), (gpu_machine(gpus=1, capability="8.0"), "8.9")):
+        with pytest.raises(Refusal, match=words) as caught:
+            bf16_plan(facts, kv_cache_dtype="fp8_e4m3")
+        assert caught.value.alternatives[0] == "--kv-cache-dtype auto"

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from interlock.errors import Refusal
+from interlock.kernels.availability import capability_of
 from interlock.options import Options
 from interlock.plan.card import ModelCard
 from interlock.plan.decided import Decided, asked_integer, asked_text, from_model, rule
 from interlock.plan.facts import MachineFacts
 from interlock.plan.join import Declarations
-from interlock.plan.kernel_choice import decide_kernels
+from interlock.plan.kernel_choice import NATIVE, REFERENCE, TRITON, decide_kernels
 from interlock.plan.topology import World
+
+FP8_CACHE: Final = "fp8_e4m3"
+FP8_CONVERSION: Final = (8, 9)
+"""Least compute capability with instructions that convert e4m3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +46,33 @@ def decide_compute(
     """Device, kernels, threads and dtypes that exist on this machine."""
     device = _device(options, facts, world, declared)
     dtype = asked_text(options, "dtype") or from_model(card.dtype, "the checkpoint's own")
-    kv_dtype = asked_text(options, "kv_cache_dtype") or rule(dtype.value, "as --dtype")
     kernels = decide_kernels(options, facts, device.value, world.local_ranks)
-    return Compute(device, kernels, _threads(options, facts, world), dtype, kv_dtype)
+    kv_dtype = _kv_cache_dtype(options, facts, world, kernels.value, dtype.value)
+    return Compute(device, kernels, _threads(options, facts, world, kernels.value), dtype, kv_dtype)
+
+
+def _kv_cache_dtype(
+    options: Options, facts: MachineFacts, world: World, kernels: str, dtype: str
+) -> Decided[str]:
+    """As asked, or as activations; fp8 (without a scale) where the kernels can convert it."""
+    asked = asked_text(options, "kv_cache_dtype")
+    if asked is None:
+        return rule(dtype, "as --dtype")
+    problem = None
+    if asked.value == FP8_CACHE and kernels == NATIVE:
+        problem = f"--kernels {NATIVE} cache keys and values in float32 or bfloat16"
+    elif asked.value == FP8_CACHE and kernels == TRITON:
+        for found in facts.devices[: world.local_ranks]:
+            if capability_of(found.capability) < FP8_CONVERSION:
+                problem = f"a GPU of compute capability {found.capability} cannot convert it; 8.9 or more can"
+    if problem:
+        raise Refusal(
+            option="--kv-cache-dtype",
+            given=asked.value,
+            rule=problem,
+            alternatives=["--kv-cache-dtype auto", f"--kernels {REFERENCE}"],
+        )
+    return asked
 
 
 def _device(options: Options, facts: MachineFacts, world: World, declared: Declarations) -> Decided[str]:
@@ -67,9 +96,18 @@ def _device(options: Options, facts: MachineFacts, world: World, declared: Decla
     return rule("cuda", f"{count} GPUs found for {needed} ranks")
 
 
-def _threads(options: Options, facts: MachineFacts, world: World) -> Decided[int]:
+def _threads(options: Options, facts: MachineFacts, world: World, kernels: str) -> Decided[int]:
     asked = asked_integer(options, "threads")
+    if asked is not None and asked.value > 1 and kernels == TRITON:
+        raise Refusal(
+            option="--threads",
+            given=asked.value,
+            rule=f"--kernels {TRITON} compute on the GPU: one host thread launches them",
+            alternatives=["--threads auto", f"--kernels {REFERENCE}"],
+        )
     if asked is not None:
         return asked
+    if kernels == TRITON:
+        return rule(1, "the GPU computes, one host thread launches")
     threads = max(1, facts.cores // world.local_ranks)
     return rule(threads, f"{facts.cores} cores for {world.local_ranks} ranks of this machine")
