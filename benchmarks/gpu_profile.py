@@ -1,10 +1,10 @@
 """What binds a step on a GPU: kernel time by name in decode steps or a prefill chunk, and the idle gaps.
 
-Runs the scheduler, the model runner and the sampler of one process as the server does, profiles some steps with
+Runs the scheduler, the model runner and the sampler of one process as the server does, profiles steps with
 torch's profiler (kernels inside CUDA graphs included) and prints, for each batch: wall-clock ms of a step
 without the profiler, busy and idle share of the device, and the kernels by time.
 
-    python benchmarks/gpu_profile.py shape:mimo-v2-flash --layers 12 --batch 1 32 256 [--prefill 8192] [--top 25]
+    python benchmarks/gpu_profile.py shape:mimo-v2-flash --layers 12 --batch 1 32 256 [--prefill 1x8192]
 """
 
 from __future__ import annotations
