@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from interlock.engine.messages import AddRequest, SchedulerStats
+from interlock.server.metric_aliases import ALIAS_NAMES, ALIASES
 from interlock.server.metrics import METRIC_NAMES, Metrics
 from tests.server.conftest import Serve
 from tests.server.fake_engine import EOS, FakeEngine, Play, byte_ids, fake_plan
@@ -46,10 +47,13 @@ def test_metrics_names_are_the_documented_ones(http: httpx.Client) -> None:
     answer = http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     families = {family.name for family in text_string_to_metric_families(answer.text)}
-    assert families == METRIC_NAMES
-    page = (Path(__file__).parents[2] / "docs" / "http_api.md").read_text(encoding="utf-8")
-    table = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `interlock:")]
+    assert families == METRIC_NAMES | ALIAS_NAMES
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    ours, theirs = page.split("### Names of other engines")
+    table = [line.split("|")[1] for line in ours.splitlines() if line.startswith("| `interlock:")]
     assert set(re.findall(r"interlock:\w+", "".join(table))) == METRIC_NAMES
+    rows = [re.findall(r"`(\S+?)`", line) for line in theirs.splitlines() if line.startswith("| `interlock:")]
+    assert {ours: tuple(aliases) for ours, *aliases in rows} == ALIASES
 
 
 def test_metrics_identities(serve: Serve) -> None:
