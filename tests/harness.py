@@ -95,15 +95,16 @@ class Harness:
         ]
         starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
         token_ids = [token for _, tokens in work for token in tokens]
+        device = self.plan.device
         description = Step(
             phase=phase or (Phase.DECODE if all(n == 1 for n in counts) else Phase.PREFILL),
-            token_ids=torch.tensor(token_ids + [0] * padding, dtype=torch.int64),
-            positions=torch.tensor(positions + [0] * padding, dtype=torch.int64),
-            query_start=torch.tensor(starts, dtype=torch.int32),
-            kv_len=torch.tensor([sequence.length for sequence, _ in work], dtype=torch.int32),
+            token_ids=torch.tensor(token_ids + [0] * padding, dtype=torch.int64, device=device),
+            positions=torch.tensor(positions + [0] * padding, dtype=torch.int64, device=device),
+            query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+            kv_len=torch.tensor([each.length for each, _ in work], dtype=torch.int32, device=device),
             full=self._page_map("full", work, padding),
             window=self._page_map("window", work, padding),
-            sample_rows=torch.arange(live),
+            sample_rows=torch.arange(live, device=device),
             live_tokens=live,
         )
         hidden = self.model.forward(description, self.cache)
@@ -140,8 +141,9 @@ class Harness:
             for position in range(sequence.length - len(tokens), sequence.length)
         ]
         rows = [table + [-1] * (longest - len(table)) for table in tables]
-        table = torch.tensor(rows, dtype=torch.int32).reshape(len(rows), longest)
-        return PageMap(table, torch.tensor(slots + [-1] * padding, dtype=torch.int64))
+        device = self.plan.device
+        table = torch.tensor(rows, dtype=torch.int32, device=device).reshape(len(rows), longest)
+        return PageMap(table, torch.tensor(slots + [-1] * padding, dtype=torch.int64, device=device))
 
 
 def build_model(

@@ -15,15 +15,17 @@ from interlock.options import OPTIONS, Options
 from interlock.plan.facts import TRACING_PACKAGES
 from interlock.plan.launch_plan import LaunchPlan, Source
 from interlock.plan.resolve import resolve
-from tests.plan.machines import machine, mimo_pro_card, tiny_card
+from tests.plan.machines import gpu_machine, machine, mimo_card, mimo_pro_card, tiny_card
 
 FROZEN = [
     "model",
     "demo_source",
     "load_format",
+    "num_hidden_layers",
     "qkv_layout",
     "sliding_window_extra",
     "dtype",
+    "quantization",
     "kv_cache_dtype",
     "deterministic",
     "seed",
@@ -44,6 +46,8 @@ FROZEN = [
     "max_model_len",
     "max_running_requests",
     "chunked_prefill_size",
+    "cuda_graph_max_batch",
+    "overlap_schedule",
     "page_size",
     "kv_memory",
     "prefix_cache",
@@ -73,6 +77,8 @@ RULES_ONLY = {
 CHANGED: dict[str, tuple[str, dict[str, object]]] = {
     "model": ("other-name", {}),
     "load_format": ("dummy", {}),
+    "num_hidden_layers": ("2", {"load_format": "dummy"}),
+    "quantization": ("none", {}),
     "qkv_layout": ("chunked", {}),
     "sliding_window_extra": ("1", {}),
     "dtype": ("bfloat16", {}),
@@ -99,6 +105,8 @@ CHANGED: dict[str, tuple[str, dict[str, object]]] = {
     "page_size": ("8", {}),
     "kv_memory": ("8MiB", {}),
     "prefix_cache": ("off", {}),
+    "cuda_graph_max_batch": ("8", {}),
+    "overlap_schedule": ("off", {}),
     "served_model_name": ("mine", {}),
     "host": ("0.0.0.0", {}),
     "port": ("9000", {}),
@@ -110,6 +118,10 @@ CHANGED: dict[str, tuple[str, dict[str, object]]] = {
     "drain_timeout": ("3", {}),
     "otlp_endpoint": ("http://127.0.0.1:4318", {}),
 }
+
+
+ON_A_GPU = {"quantization", "cuda_graph_max_batch", "overlap_schedule"}
+"""Options that change a plan on a GPU only."""
 
 
 def test_option_list_is_frozen_and_short() -> None:
@@ -131,6 +143,8 @@ def test_every_option_reaches_its_plan_item(name: str) -> None:
     text, context = CHANGED[name]
     card = mimo_pro_card() if name == "qkv_layout" else tiny_card()
     facts = machine(memory_total=4 << 40, memory_available=4 << 40) if name == "qkv_layout" else machine()
+    if name in ON_A_GPU:
+        card, facts = mimo_card(num_hidden_layers=2, n_routed_experts=16), gpu_machine(gpus=1)
     facts = msgspec.structs.replace(
         facts, packages={**facts.packages, **dict.fromkeys(TRACING_PACKAGES, "1")}
     )

@@ -85,7 +85,8 @@ _DEFINITIONS: Final = (
     ),
     Option(
         "kv_cache_dtype", Kind.CHOICE, AUTO, MODEL, items=("kv_cache_dtype",),
-        choices=("float32", "bfloat16"), help="dtype of cached keys and values; auto takes --dtype",
+        choices=("float32", "bfloat16", "fp8_e4m3"),
+        help="dtype of cached keys and values; fp8_e4m3 rounds them and holds more; auto takes --dtype",
         peers=("kv-dtype", "cache-dtype"),
     ),
     Option(

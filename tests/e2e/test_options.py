@@ -61,6 +61,7 @@ class Launches:
             *("tiny-random", "--load-format", "dummy", "--sliding-window-extra", 1, "--dtype", "float32"),
             *("--kv-cache-dtype", "bfloat16", "--seed", 7, "--device", "cpu", "--kernels", "torch"),
             *("--moe-runner-backend", "torch", "--threads", 2, "--stall-timeout", 33, "--page-size", 8),
+            *("--num-hidden-layers", 3),
             *("--max-model-len", 192, "--max-running-requests", 5, "--chunked-prefill-size", 48),
             *("--no-prefix-cache", "--served-model-name", "tea", "--host", "127.0.0.2"),
             *("--port", self.port("http"), "--api-key", KEY, "--log-level", "debug", "--evidence", "off"),
@@ -238,6 +239,11 @@ PROOFS: Final[Mapping[str, Proof]] = MappingProxyType(
             *("tiny-random", "--demo-source", "x.gguf"), words="--demo-source x.gguf: only the model demo"
         ),
         "load_format": receipt("one", "load_format", "dummy"),
+        "num_hidden_layers": receipt("one", "num_hidden_layers", 3),
+        "quantization": refused(
+            *("tiny-random", "--kernels", "torch", "--quantization", "fp8"),
+            words="--quantization fp8: --kernels torch compute linears in float32 or bfloat16",
+        ),
         "qkv_layout": receipt("two", "qkv_layout", "chunked"),
         "sliding_window_extra": receipt("one", "sliding_window_extra", 1),
         "dtype": receipt("one", "dtype", "float32"),

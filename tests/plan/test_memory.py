@@ -97,8 +97,8 @@ def test_size(count: int, text: str) -> None:
 
 
 def test_mimo_flash_on_16_gpus() -> None:
-    """308.8B weights dequantised to bf16 are 575 GiB: 36 GiB a rank over 16; the KV of one token on a rank of
-    attention TP 4 is 9 full layers x 1 kv head x (192 + 128) x 2 bytes."""
+    """Experts kept in fp8 are 18 GiB a rank over 16; the KV of one token on a rank of attention TP 4 is 9
+    full layers x 1 kv head x (192 + 128) x 2 bytes."""
     facts = gpu_machine(gpus=8)
     options = Options.of(
         model="flash",
@@ -113,7 +113,7 @@ def test_mimo_flash_on_16_gpus() -> None:
     plan = resolve(options, card, facts)
     assert plan.device == "cuda"
     assert plan.ep_size == 16
-    experts = 47 * 256 // 16 * 3 * 4096 * 2048 * 2
+    experts = 47 * 256 // 16 * 3 * 4096 * 2048
     assert experts < plan.memory.weights < experts + 4 * GIB
     assert plan.memory.kv_full == plan.full_pages * plan.page_size * 9 * (192 + 128) * 2
     assert plan.memory.total <= plan.memory.available < 139 * GIB
@@ -122,17 +122,24 @@ def test_mimo_flash_on_16_gpus() -> None:
 
 def test_mimo_pro_on_16_gpus_and_refused_on_8() -> None:
     """1.02T weights in bf16: 120 GiB a rank over 16 fit 139 GiB, 238 GiB over 8 do not, and more ranks are
-    offered."""
+    offered. Kept in fp8 they take half."""
     card = mimo_pro_card()
     assert card.parameters == pytest.approx(1.02e12, rel=0.01)
     facts = gpu_machine(gpus=8)
     two_nodes = {"nnodes": 2, "dist_init": "node0:29500"}
+    kept = resolve(Options.of(model="pro", tp_size=16, **two_nodes), card, facts)
+    assert kept.memory.weights == pytest.approx(1.021e12 / 16, rel=0.04)
+    two_nodes["quantization"] = "none"
     plan = resolve(Options.of(model="pro", tp_size=16, **two_nodes), card, facts)
     assert plan.memory.weights == pytest.approx(1.021e12 * 2 / 16, rel=0.02)
-    options = Options.of(model="pro", tp_size=8)
     with pytest.raises(Refusal, match=r"238\.\d GiB for weights") as caught:
+        resolve(Options.of(model="pro", tp_size=8, quantization="none"), card, facts)
+    assert "--quantization auto" in caught.value.alternatives
+    facts = gpu_machine(gpus=4)
+    options = Options.of(model="pro", tp_size=4)
+    with pytest.raises(Refusal, match=r"2\d\d\.\d GiB for weights") as caught:
         resolve(options, card, facts)
-    assert caught.value.alternatives[0] == "--tp-size 16 --nnodes 2 --dist-init HOST:29500"
+    assert caught.value.alternatives[0] == "--tp-size 8 --nnodes 2 --dist-init HOST:29500"
     resolve(options.changed(read_flags(caught.value.alternatives[0])), card, facts)
 
 

@@ -40,6 +40,7 @@ def honest(plan: LaunchPlan) -> dict[int, dict[str, Any]]:
                 "dispatches": {"prefill": 1, "decode": 2},
                 "combines": {"prefill": 1, "decode": 2},
                 "dtype": plan.dtype,
+                "weight_format": plan.expert_weight_format,
             }
             for index, layer in enumerate(plan.card.layers)
             if layer.is_moe

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from interlock.kv.cache import cache_dtype_name
+
 if TYPE_CHECKING:
     from interlock.engine.model_runner import ModelRunner
     from interlock.engine.scheduler import Scheduler
@@ -45,7 +47,7 @@ def observe_cache(runner: ModelRunner) -> dict[str, object]:
         "page_size": only(pool.shape[1] for pool in pools),
         "full_pages": only(pool.shape[0] for pool in full) if full else 0,
         "window_pages": only(pool.shape[0] for pool in window) if window else 0,
-        "kv_cache_dtype": only(str(pool.dtype).removeprefix("torch.") for pool in pools),
+        "kv_cache_dtype": only(cache_dtype_name(pool.dtype) for pool in pools),
     }
 
 

@@ -16,6 +16,22 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def _store(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+    """Write rows to a cache; e4m3, which has no infinity, takes the largest it has in place of more."""
+    if cache.dtype == torch.float8_e4m3fn:
+        bits = values.clamp(-448, 448).to(cache.dtype).view(torch.uint8)
+        cache.view(torch.uint8).flatten(0, 1)[slots] = bits
+    else:
+        cache.flatten(0, 1)[slots] = values.to(cache.dtype)
+
+
+def _read(cache: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Rows of a cache."""
+    if cache.dtype == torch.float8_e4m3fn:
+        return cache.view(torch.uint8)[pages, places].view(cache.dtype)
+    return cache[pages, places]
+
+
 def _silu(gate: torch.Tensor) -> torch.Tensor:
     return gate / (1 + torch.exp(-gate))
 
@@ -81,8 +97,8 @@ class TorchKernels:
             return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
         live = slots >= 0
-        k_cache.flatten(0, 1)[slots[live]] = rotate(k)[live].to(k_cache.dtype)
-        v_cache.flatten(0, 1)[slots[live]] = (_wide(v)[live] * value_scale).to(v_cache.dtype)
+        _store(k_cache, slots[live], rotate(k)[live])
+        _store(v_cache, slots[live], _wide(v)[live] * value_scale)
         return rotate(q).to(q.dtype)
 
     def paged_attention(
@@ -109,7 +125,7 @@ class TorchKernels:
             keys = torch.arange(first_key, length, device=q.device)
             page_size = k_cache.shape[1]
             pages = page_table[sequence].long()[keys // page_size]
-            k, v = k_cache[pages, keys % page_size], v_cache[pages, keys % page_size]
+            k, v = (_read(cache, pages, keys % page_size) for cache in (k_cache, v_cache))
             visible = keys[None, :] <= positions[:, None]
             if window is not None:
                 visible &= keys[None, :] > positions[:, None] - window

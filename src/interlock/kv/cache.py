@@ -13,6 +13,11 @@ from interlock.plan.launch_plan import LaunchPlan
 CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 
 
+def cache_dtype_name(dtype: torch.dtype) -> str:
+    """The plan's name of a dtype: "fp8_e4m3" of ``torch.float8_e4m3fn``."""
+    return next((name for name, held in CACHE_DTYPES.items() if held is dtype), str(dtype))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """One layer: k [pages, page_size, kvh_local, head_dim], v [pages, page_size, kvh_local, v_head_dim]."""

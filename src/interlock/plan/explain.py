@@ -49,6 +49,8 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "full_pages",
         "window_pages",
         "prefix_cache",
+        "cuda_graph_sizes",
+        "overlap_schedule",
     ),
     "Server": (
         "host",

@@ -48,7 +48,7 @@ def decide_linear_formats(
     refused."""
     asked = asked_text(options, "quantization")
     if offered_format(options, card) != FP8:
-        plain = rule(dtype, "as --dtype: the checkpoint is not quantised")
+        plain = _unquantised(options, dtype)
         return LinearFormats(plain, plain)
     if asked is not None and asked.value == "none":
         given = Decided(dtype, asked.source, f"{asked.reason}: dequantised while loading")
@@ -80,7 +80,7 @@ def decide_expert_format(
     asked = asked_text(options, "quantization")
     if runner.dequantises:
         if card.weight_format != FP8:
-            return rule(dtype, "as --dtype: the checkpoint is not quantised")
+            return _unquantised(options, dtype)
         if asked is not None:
             return Decided(dtype, asked.source, f"{asked.reason}: dequantised while loading")
         return rule(dtype, f"runner {runner.name} dequantises fp8 blocks while loading")
@@ -154,6 +154,14 @@ def _qkv_rows(card: ModelCard, kind: AttentionCard, options: Options, size: int)
         chunks = full.num_kv_heads
         yield "k in a chunk of the fused qkv tensor", kind.num_kv_heads // chunks * kind.head_dim
         yield "v in a chunk of the fused qkv tensor", kind.num_kv_heads // chunks * kind.v_head_dim
+
+
+def _unquantised(options: Options, dtype: str) -> Decided[str]:
+    """The format of a checkpoint without blocks that is not quantised either."""
+    asked = asked_text(options, "quantization")
+    if asked is None:
+        return rule(dtype, "as --dtype: the checkpoint is not quantised")
+    return Decided(dtype, asked.source, f"{asked.reason}: the checkpoint is not quantised")
 
 
 def _other_blocks(card: ModelCard) -> str:
