@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_timing import bandwidth, time_graph
 
-from interlock.kernels.triton import moe
+from interlock.kernels.triton import moe, router
 from interlock.kernels.triton.attention import paged_attention
 from interlock.kernels.triton.expert_tensors import ExpertTensors
 from interlock.kernels.triton.row_blocks import reference_quantise
@@ -74,7 +74,7 @@ def random_inputs(shape: str, tokens: int, seed: int) -> tuple[torch.Tensor, tor
 def layer(x: torch.Tensor, logits: torch.Tensor, weights: ExpertTensors, config: MoeConfig) -> torch.Tensor:
     """The whole MoE layer after the router's matrix product."""
     experts = weights.down.shape[0]
-    ids, factors = moe.top_k(logits, None, TOP_K, sigmoid=True, normalise=True)
+    ids, factors = router.top_k(logits, None, TOP_K, sigmoid=True, normalise=True)
     if logits.shape[1] != experts:
         ids = torch.where(ids < experts, ids, -1)
     lists = moe.token_lists(ids, factors, experts, config.block_rows)

@@ -158,10 +158,10 @@ def test_expert_mlp_equals_the_torch_kernels(kernels, fp8) -> None:
 @pytest.mark.parametrize("sigmoid", [True, False])
 @pytest.mark.parametrize("experts", [8, 128, 384])
 def test_top_k_equals_torch(kernels, sigmoid, experts) -> None:
-    from interlock.kernels.triton import moe
+    from interlock.kernels.triton import router
 
     logits, bias = draw(100, experts, dtype=torch.float32), draw(experts, dtype=torch.float32, scale=0.1)
-    ids, weights = moe.top_k(logits, bias, 6, sigmoid=sigmoid, normalise=True, scaling=2.5)
+    ids, weights = router.top_k(logits, bias, 6, sigmoid=sigmoid, normalise=True, scaling=2.5)
     scores = logits.double().sigmoid() if sigmoid else logits.double().softmax(1)
     want = (scores + bias.double()).topk(6).indices.sort(1).values
     assert torch.equal(ids, want)
@@ -309,14 +309,14 @@ def test_paged_attention_equals_float64(kernels, shape, window, sinks, lengths, 
 
 
 def test_a_layer_can_be_captured_and_replayed(kernels) -> None:
-    from interlock.kernels.triton import moe
+    from interlock.kernels.triton import moe, router
 
     config = TILES["fp8-small"][1]
     experts = packed(kernels, 8, 512, 256, fp8=True).data
     x, logits = draw(40, 512), draw(40, 8, dtype=torch.float32)
 
     def layer() -> torch.Tensor:
-        ids, weights = moe.top_k(logits, None, 3, sigmoid=True, normalise=True)
+        ids, weights = router.top_k(logits, None, 3, sigmoid=True, normalise=True)
         lists = moe.token_lists(ids, weights, 8, config.block_rows)
         lanes = torch.empty(40, 3, 512, dtype=BF16, device="cuda")
         moe.compute(x, None, experts, lists, lanes.flatten(0, 1), config)

@@ -23,7 +23,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: torch's 
 if not triton.knobs.runtime.interpret:
     pytest.skip("set TRITON_INTERPRET=1 to run the GPU kernels on the CPU", allow_module_level=True)
 
-from interlock.kernels.triton import moe, norm  # noqa: E402
+from interlock.kernels.triton import moe, norm, router  # noqa: E402
 from interlock.kernels.triton.fp8_rows import quantise_rows, quantise_to_places  # noqa: E402
 from interlock.kernels.triton.kernels import TritonKernels  # noqa: E402
 
@@ -70,7 +70,7 @@ def test_segments_are_cut_into_blocks() -> None:
 
 def test_top_k_equals_torch() -> None:
     logits, bias = torch.randn(9, 24), torch.randn(24) * 0.1
-    ids, weights = moe.top_k(logits, bias, 3, sigmoid=True, normalise=True)
+    ids, weights = router.top_k(logits, bias, 3, sigmoid=True, normalise=True)
     want = (logits.sigmoid() + bias).topk(3).indices.sort(1).values
     assert torch.equal(ids, want)
     chosen = logits.sigmoid().gather(1, want)

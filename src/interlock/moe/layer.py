@@ -15,7 +15,7 @@ from interlock.engine.step import Step
 from interlock.errors import CheckpointError
 from interlock.kernels.base import Kernels
 from interlock.kernels.fp8_blocks import Fp8Blocks
-from interlock.moe.a2a.base import Dispatcher
+from interlock.moe.a2a.base import Dispatcher, ExpertInput, ReplicatedRows
 from interlock.moe.experts.base import (
     ExpertFill,
     ExpertRunner,
@@ -23,6 +23,7 @@ from interlock.moe.experts.base import (
     LoadsFp8,
     Runner,
     RunnerSpec,
+    SumsLanes,
 )
 from interlock.moe.meter import LoadMeter
 from interlock.moe.observer import LayerObserver
@@ -107,8 +108,10 @@ class MoELayer:
                 dtype=context.dtype,
                 device=context.device,
                 kernels=context.kernels,
+                routed_experts=card.num_experts,
             )
         )
+        self._sums_lanes = self._runner if isinstance(self._runner, SumsLanes) else None
         self._dispatches: Counter[str] = Counter()
         self._combines: Counter[str] = Counter()
         self._loaded = False
@@ -209,7 +212,7 @@ class MoELayer:
         meter.dispatched(self.layer_index, dispatched.rows)
         self._dispatches[phase] += 1
         try:
-            results = self._runner.run(dispatched.rows)
+            results = self._compute(dispatched.rows)
         except BaseException:
             dispatcher.release(dispatched.handle)
             raise
@@ -218,6 +221,11 @@ class MoELayer:
         meter.combined()
         self._combines[phase] += 1
         return combined
+
+    def _compute(self, rows: ExpertInput) -> torch.Tensor:
+        if self._sums_lanes is not None and isinstance(rows, ReplicatedRows) and rows.sums is not None:
+            return self._sums_lanes.run_summed(rows, rows.sums)
+        return self._runner.run(rows)
 
     def _exchange_share(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         """Each attention-TP rank sends an equal share of the tokens; the results are gathered."""

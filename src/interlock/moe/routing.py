@@ -19,6 +19,7 @@ import torch
 from interlock.errors import CheckpointError
 from interlock.kernels.base import Kernels, PackedWeight
 from interlock.moe.a2a.base import ContractError
+from interlock.moe.device_routing import DeviceRouting, device_routing
 from interlock.moe.native_moe import native_moe
 from interlock.plan.card import ExpertsCard
 
@@ -114,6 +115,7 @@ class Router:
         native = native_moe(kernels)
         self._native = native if native is not None and native.can_route(card) else None
         self._weight: PackedWeight | None = None
+        self._on_device: DeviceRouting | None = None
         self._largest_norm = 0.0
         self.bias: torch.Tensor | None = None
 
@@ -130,7 +132,9 @@ class Router:
             raise CheckpointError(f"router bias is {tuple(bias.shape)} {bias.dtype}, expected {expected[:1]}")
         dtype = _DTYPES[self.card.router_dtype]
         self._largest_norm = float(weight.float().norm(dim=1).max())
-        self._weight = self._kernels.pack_linear(weight.to(device=self._device, dtype=dtype).contiguous())
+        weight = weight.to(device=self._device, dtype=dtype).contiguous()
+        self._weight = self._kernels.pack_linear(weight)
+        self._on_device = device_routing(self._kernels, self.card, weight)
         self.bias = None if bias is None else bias.to(device=self._device, dtype=torch.float32).contiguous()
 
     @property
@@ -151,15 +155,18 @@ class Router:
         """hidden [n, h] -> float32 [n, E]."""
         if self._weight is None:
             raise RuntimeError("route was called before load")
+        if self._on_device is not None and hidden.dtype == torch.bfloat16:
+            return self._on_device.logits(hidden)
         return self._kernels.linear(hidden, self._weight, out_dtype=torch.float32)
 
-    def route(
-        self, hidden: torch.Tensor, live_tokens: int, live_count: torch.Tensor | None = None
-    ) -> Routes:
+    def route(self, hidden: torch.Tensor, live_tokens: int, live_count: torch.Tensor | None = None) -> Routes:
         """hidden [n, h]; tokens at and beyond ``live_tokens`` are padding and get ids -1, weights 0.
 
         ``live_count``, int32 [1] on the device, overrides ``live_tokens`` where a graph is captured.
         """
+        if self._on_device is not None and hidden.dtype == torch.bfloat16:
+            routed = self._on_device.route(hidden, self.bias, self.card, live_tokens, live_count)
+            return Routes(*routed)
         logits = self.logits(hidden)
         if self._native is not None:
             return Routes(*self._native.route(logits, self.bias, self.card, live_tokens))

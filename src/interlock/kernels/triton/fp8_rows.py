@@ -23,11 +23,15 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return out, scales
 
 
-def quantise_to_places(x: torch.Tensor, place_of_lane: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [n, h], place_of_lane int32 [n, k] -> (e4m3 [n * k, h], scales [h / 128, n * k]) in order of
-    places."""
+def quantise_to_places(
+    x: torch.Tensor, place_of_lane: torch.Tensor, places: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [n, h], place_of_lane int32 [n, k] -> (e4m3 [P, h], scales [h / 128, P]) in order of places.
+
+    P is ``places``, n * k by default; rows that no lane names are undefined.
+    """
     (tokens, width), k = x.shape, place_of_lane.shape[1]
-    places = tokens * k
+    places = tokens * k if places is None else places
     out = torch.empty(places, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(width // GROUP, places, dtype=torch.float32, device=x.device)
     if tokens:

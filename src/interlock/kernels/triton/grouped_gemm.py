@@ -7,6 +7,9 @@ tensor descriptors (the bulk copy engine), gathered token rows through asynchron
 fp8: products of 128 channels are summed in the matrix unit, scaled by (weight block scale * token group
 scale) and accumulated in float32 registers.
 
+Each product has two kernels around one tile: a program a tile, for lists that are nearly full, and a few
+programs that walk over the tiles in use, for lists with room for far more (slabs, a share of the experts).
+
 Legend: e expert, K depth, i expert width, h hidden size, P places in the row lists, B row blocks.
 """
 
@@ -39,23 +42,13 @@ def find_tile(blocks, max_blocks, tile, tiles: tl.constexpr, one_block: tl.const
     return expert, column, tl.load(blocks + max_blocks + block), tl.load(blocks + 2 * max_blocks + block)
 
 
-@triton.jit(do_not_specialize=["max_blocks"])
-def gate_up_kernel(
+@triton.jit
+def _gate_up_tile(
     x, x_scales, weight, weight_scales, act, act_scales, source,
-    blocks, max_blocks, x_stride, x_scale_row_stride, x_scale_stride, act_scale_stride,
+    expert, index, first, end, x_stride, x_scale_row_stride, x_scale_stride, act_scale_stride,
     depth: tl.constexpr, inter: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
-    block_k: tl.constexpr, fp8: tl.constexpr, has_source: tl.constexpr, stages: tl.constexpr, one_block:
-    tl.constexpr,
+    block_k: tl.constexpr, fp8: tl.constexpr, has_source: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    """act[p] = silu(gate_e x[source[p]]) * (up_e x[source[p]]) for every listed place p.
-
-    x [*, K], x_scales of (row, group) at the given strides; weight descriptor over [E * 2i, K]; act [P, i]:
-    e4m3 with act_scales [i / 128, P], or x's dtype.
-    """
-    tiles: tl.constexpr = (inter + block_n - 1) // block_n
-    expert, index, first, end = find_tile(blocks, max_blocks, tl.program_id(0), tiles, one_block)
-    if expert < 0:
-        return
     column = index * block_n
     place = first + tl.arange(0, block_rows)
     live = place < end
@@ -101,22 +94,57 @@ def gate_up_kernel(
         tl.store(target, result.T.to(act.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["max_blocks"])
-def down_kernel(
-    act, act_scales, weight, weight_scales, out, target, row_weights,
-    blocks, max_blocks, act_scale_stride, out_stride,
-    depth: tl.constexpr, hidden: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
-    block_k: tl.constexpr, fp8: tl.constexpr, has_target: tl.constexpr, has_weights: tl.constexpr,
-    stages: tl.constexpr, one_block: tl.constexpr,
+@triton.jit(do_not_specialize=["max_blocks", "x_scale_stride", "act_scale_stride"])
+def gate_up_kernel(
+    x, x_scales, weight, weight_scales, act, act_scales, source,
+    blocks, block_count, max_blocks, x_stride, x_scale_row_stride, x_scale_stride, act_scale_stride,
+    depth: tl.constexpr, inter: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
+    block_k: tl.constexpr, fp8: tl.constexpr, has_source: tl.constexpr, stages: tl.constexpr, one_block:
+    tl.constexpr,
 ):  # fmt: skip
-    """out[target[p]] = row_weights[p] * down_e act[p] for every listed place p.
+    """act[p] = silu(gate_e x[source[p]]) * (up_e x[source[p]]) for every listed place p.
 
-    act [P, i] with act_scales [i / 128, P] when e4m3; weight descriptor over [E * h, i]; out [*, h].
+    x [*, K], x_scales of (row, group) at the given strides; weight descriptor over [E * 2i, K]; act [P, i]:
+    e4m3 with act_scales [i / 128, P], or x's dtype.
     """
-    tiles: tl.constexpr = (hidden + block_n - 1) // block_n
+    tiles: tl.constexpr = (inter + block_n - 1) // block_n
     expert, index, first, end = find_tile(blocks, max_blocks, tl.program_id(0), tiles, one_block)
     if expert < 0:
         return
+    _gate_up_tile(
+        x, x_scales, weight, weight_scales, act, act_scales, source,
+        expert, index, first, end, x_stride, x_scale_row_stride, x_scale_stride, act_scale_stride,
+        depth, inter, block_rows, block_n, block_k, fp8, has_source, stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["max_blocks", "x_scale_stride", "act_scale_stride"])
+def sparse_gate_up_kernel(
+    x, x_scales, weight, weight_scales, act, act_scales, source,
+    blocks, block_count, max_blocks, x_stride, x_scale_row_stride, x_scale_stride, act_scale_stride,
+    depth: tl.constexpr, inter: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
+    block_k: tl.constexpr, fp8: tl.constexpr, has_source: tl.constexpr, stages: tl.constexpr, one_block:
+    tl.constexpr,
+):  # fmt: skip
+    """As ``gate_up_kernel``, with any number of programs."""
+    tiles: tl.constexpr = (inter + block_n - 1) // block_n
+    for tile in range(tl.program_id(0), tl.load(block_count) * tiles, tl.num_programs(0)):
+        expert, index, first, end = find_tile(blocks, max_blocks, tile, tiles, one_block)
+        _gate_up_tile(
+            x, x_scales, weight, weight_scales, act, act_scales, source,
+            expert, index, first, end, x_stride, x_scale_row_stride, x_scale_stride, act_scale_stride,
+            depth, inter, block_rows, block_n, block_k, fp8, has_source, stages,
+        )  # fmt: skip
+
+
+@triton.jit
+def _down_tile(
+    act, act_scales, weight, weight_scales, out, target, row_weights,
+    expert, index, first, end, act_scale_stride, out_stride,
+    depth: tl.constexpr, hidden: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
+    block_k: tl.constexpr, fp8: tl.constexpr, has_target: tl.constexpr, has_weights: tl.constexpr,
+    stages: tl.constexpr,
+):  # fmt: skip
     column = index * block_n
     place = first + tl.arange(0, block_rows)
     live = place < end
@@ -149,3 +177,45 @@ def down_kernel(
     mask = live[:, None] & (out_column[None, :] < hidden)
     where = out + goal[:, None].to(tl.int64) * out_stride + out_column[None, :]
     tl.store(where, total.T.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["max_blocks", "act_scale_stride"])
+def down_kernel(
+    act, act_scales, weight, weight_scales, out, target, row_weights,
+    blocks, block_count, max_blocks, act_scale_stride, out_stride,
+    depth: tl.constexpr, hidden: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
+    block_k: tl.constexpr, fp8: tl.constexpr, has_target: tl.constexpr, has_weights: tl.constexpr,
+    stages: tl.constexpr, one_block: tl.constexpr,
+):  # fmt: skip
+    """out[target[p]] = row_weights[p] * down_e act[p] for every listed place p.
+
+    act [P, i] with act_scales [i / 128, P] when e4m3; weight descriptor over [E * h, i]; out [*, h].
+    """
+    tiles: tl.constexpr = (hidden + block_n - 1) // block_n
+    expert, index, first, end = find_tile(blocks, max_blocks, tl.program_id(0), tiles, one_block)
+    if expert < 0:
+        return
+    _down_tile(
+        act, act_scales, weight, weight_scales, out, target, row_weights,
+        expert, index, first, end, act_scale_stride, out_stride,
+        depth, hidden, block_rows, block_n, block_k, fp8, has_target, has_weights, stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["max_blocks", "act_scale_stride"])
+def sparse_down_kernel(
+    act, act_scales, weight, weight_scales, out, target, row_weights,
+    blocks, block_count, max_blocks, act_scale_stride, out_stride,
+    depth: tl.constexpr, hidden: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
+    block_k: tl.constexpr, fp8: tl.constexpr, has_target: tl.constexpr, has_weights: tl.constexpr,
+    stages: tl.constexpr, one_block: tl.constexpr,
+):  # fmt: skip
+    """As ``down_kernel``, with any number of programs."""
+    tiles: tl.constexpr = (hidden + block_n - 1) // block_n
+    for tile in range(tl.program_id(0), tl.load(block_count) * tiles, tl.num_programs(0)):
+        expert, index, first, end = find_tile(blocks, max_blocks, tile, tiles, one_block)
+        _down_tile(
+            act, act_scales, weight, weight_scales, out, target, row_weights,
+            expert, index, first, end, act_scale_stride, out_stride,
+            depth, hidden, block_rows, block_n, block_k, fp8, has_target, has_weights, stages,
+        )  # fmt: skip

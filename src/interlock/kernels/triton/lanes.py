@@ -23,38 +23,56 @@ def sum_lanes_kernel(rows, ids, out, hidden, lanes: tl.constexpr, block: tl.cons
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["live_tokens"])
 def top_k_kernel(
-    logits, bias, ids, weights, experts, logits_stride, scaling,
-    top_k: tl.constexpr, slots: tl.constexpr, width: tl.constexpr,
-    sigmoid: tl.constexpr, has_bias: tl.constexpr, normalise: tl.constexpr,
+    logits, bias, live, ids, weights, experts, logits_stride, live_tokens, scaling,
+    top_k: tl.constexpr, slots: tl.constexpr, width: tl.constexpr, parts: tl.constexpr,
+    sigmoid: tl.constexpr, has_bias: tl.constexpr, has_live: tl.constexpr, normalise: tl.constexpr,
 ):  # fmt: skip
     """One token: the k best experts by score (+ bias, for the choice only), ids ascending.
 
-    Scores are sigmoid or softmax of float32 logits; ties go to the smaller id; a bias never enters a weight.
+    Logits are the sum of ``parts`` blocks of ``experts`` columns. Scores are sigmoid or softmax in float32;
+    ties go to the smaller id; a bias never enters a weight. NaN counts as the best score, a logit of -inf is
+    never chosen; unused slots are -1 with weight 0 and come last. Tokens at and beyond the number of live
+    ones (``live`` on the device, else ``live_tokens``) get no expert at all.
     """
     token = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, slots)
+    limit = tl.load(live) if has_live else live_tokens
+    if token >= limit:
+        tl.store(ids + token * top_k + slot, tl.full([slots], -1, tl.int64), mask=slot < top_k)
+        tl.store(weights + token * top_k + slot, tl.zeros([slots], tl.float32), mask=slot < top_k)
+        return
     expert = tl.arange(0, width)
     inside = expert < experts
-    logit = tl.load(logits + token * logits_stride + expert, mask=inside, other=float("-inf")).to(tl.float32)
+    where = logits + token * logits_stride + expert
+    logit = tl.load(where, mask=inside, other=float("-inf")).to(tl.float32)
+    for part in tl.static_range(1, parts):
+        logit += tl.load(where + part * experts, mask=inside, other=0.0).to(tl.float32)
     if sigmoid:
         score = 1.0 / (1.0 + tl.exp(-logit))
     else:
         power = tl.exp(logit - tl.max(logit, axis=0))
         score = power / tl.sum(power, axis=0)
     choice = score + tl.load(bias + expert, mask=inside, other=0.0) if has_bias else score
-    choice = tl.where(inside, choice, float("-inf"))
-    slot = tl.arange(0, slots)
-    chosen = tl.full([slots], 2147483647, tl.int32)
+    choice = tl.where(choice != choice, float("inf"), choice)
+    choice = tl.where(logit == float("-inf"), float("-inf"), choice)
+    chosen = tl.full([slots], 0, tl.int32)
+    chosen_by = tl.full([slots], float("-inf"), tl.float32)
     weight = tl.zeros([slots], tl.float32)
     for index in tl.static_range(top_k):
-        best = tl.argmax(choice, axis=0, tie_break_left=True)
+        best_choice, best = tl.max(choice, axis=0, return_indices=True, return_indices_tie_break_left=True)
         value = tl.sum(tl.where(expert == best, score, 0.0), axis=0)
         chosen = tl.where(slot == index, best, chosen)
+        chosen_by = tl.where(slot == index, best_choice, chosen_by)
         weight = tl.where(slot == index, value, weight)
         choice = tl.where(expert == best, float("-inf"), choice)
+    used = chosen_by > float("-inf")
+    chosen = tl.where(used, chosen, 2147483000 + slot)
+    weight = tl.where(used, weight, 0.0)
     if normalise:
-        weight = weight / tl.sum(weight, axis=0)
+        weight = weight / (tl.sum(weight, axis=0) + 1e-20)
     place = tl.sum((chosen[None, :] < chosen[:, None]).to(tl.int32), axis=1)
-    tl.store(ids + token * top_k + place, chosen.to(tl.int64), mask=slot < top_k)
+    named = tl.where(used, chosen, -1).to(tl.int64)
+    tl.store(ids + token * top_k + place, named, mask=slot < top_k)
     tl.store(weights + token * top_k + place, weight * scaling, mask=slot < top_k)

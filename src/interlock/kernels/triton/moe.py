@@ -8,6 +8,8 @@ Legend: n tokens, k lanes a token, h hidden size, i expert width, E local expert
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -17,42 +19,29 @@ from interlock.kernels.triton.fp8_rows import quantise_rows
 from interlock.kernels.triton.row_blocks import (
     FEW_LANES,
     RowLists,
+    int32_arrays,
     max_row_blocks,
     max_slab_blocks,
     power_of_two,
 )
 from interlock.kernels.triton.tuned import MoeConfig, Tile
 
-
-def top_k(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    k: int,
-    *,
-    sigmoid: bool,
-    normalise: bool,
-    scaling: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [n, E] -> (ids int64 [n, k] ascending in a row, weights float32 [n, k])."""
-    tokens, experts = logits.shape
-    ids = torch.empty(tokens, k, dtype=torch.int64, device=logits.device)
-    weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
-    if tokens:
-        lanes.top_k_kernel[(tokens,)](
-            logits, bias, ids, weights, experts, logits.stride(0), scaling,
-            top_k=k, slots=power_of_two(k), width=power_of_two(experts), sigmoid=sigmoid,
-            has_bias=bias is not None, normalise=normalise, num_warps=1 if experts <= 256 else 4,
-        )  # fmt: skip
-    return ids, weights
+SPARSE_PROGRAMS = 2 * 132
+"""Programs that walk over the tiles in use of a list with room for many more: two for each multiprocessor."""
 
 
-def token_lists(ids: torch.Tensor, weights: torch.Tensor | None, experts: int, block_rows: int) -> RowLists:
-    """Row lists of ids int64 [n, k] (local expert or -1) and weights float32 [n, k]."""
+def token_lists(
+    ids: torch.Tensor, weights: torch.Tensor | None, experts: int, block_rows: int, *, sparse: bool = False
+) -> RowLists:
+    """Row lists of ids int64 [n, k] (local expert or -1) and weights float32 [n, k].
+
+    ``sparse``: most lanes are expected to be -1.
+    """
     tokens, k = ids.shape
     count = tokens * k
     blocks = max_row_blocks(count, experts, block_rows)
-    made = torch.empty(3 * count + 5 * blocks + 1, dtype=torch.int32, device=ids.device)
-    source, target, places, table, total = made.split([count, count, count, 5 * blocks, 1])
+    sizes = (count, count, count, 5 * blocks, 1)
+    source, target, places, table, total = int32_arrays(sizes, ids.device)
     placed = None if weights is None else torch.empty(count, dtype=torch.float32, device=ids.device)
     has = {"has_weights": weights is not None}
     place_of_lane = None
@@ -77,6 +66,7 @@ def token_lists(ids: torch.Tensor, weights: torch.Tensor | None, experts: int, b
         block_rows=block_rows,
         place_of_lane=place_of_lane,
         one_block_an_expert=place_of_lane is None,
+        sparse=sparse,
     )
 
 
@@ -130,7 +120,9 @@ def segment_lists(
         counts, psum, table, total, experts, slab_rows, blocks,
         has_psum=psum is not None, bins=power_of_two(experts), block_rows=block_rows,
     )  # fmt: skip
-    return RowLists(None, None, weights, table, total, places=places, block_rows=block_rows)
+    return RowLists(
+        None, None, weights, table, total, places=places, block_rows=block_rows, sparse=psum is None
+    )
 
 
 def compute(
@@ -173,9 +165,12 @@ def _gate_up(
 ) -> None:
     tile, inter = config.gate_up, act.shape[1]
     strides = (0, 0) if x_scales is None else x_scales.stride()
-    grouped_gemm.gate_up_kernel[(lists.max_blocks * -(-inter // tile.block_n),)](
+    kernel, programs = _way(
+        lists, -(-inter // tile.block_n), grouped_gemm.gate_up_kernel, grouped_gemm.sparse_gate_up_kernel
+    )
+    kernel[(programs,)](
         x, x_scales, _descriptor(experts.gate_up, tile), experts.gate_up_scales, act, act_scales,
-        lists.source, lists.blocks, lists.max_blocks, x.stride(0), *strides, lists.places,
+        lists.source, lists.blocks, lists.block_count, lists.max_blocks, x.stride(0), *strides, lists.places,
         depth=x.shape[1], inter=inter, block_rows=lists.block_rows, block_n=tile.block_n,
         block_k=tile.block_k, fp8=experts.fp8, has_source=lists.source is not None,
         stages=tile.stages, one_block=lists.one_block_an_expert, num_warps=tile.warps,
@@ -191,14 +186,25 @@ def _down(
     config: MoeConfig,
 ) -> None:
     tile, hidden = config.down, experts.down.shape[1]
-    grouped_gemm.down_kernel[(lists.max_blocks * -(-hidden // tile.block_n),)](
+    kernel, programs = _way(
+        lists, -(-hidden // tile.block_n), grouped_gemm.down_kernel, grouped_gemm.sparse_down_kernel
+    )
+    kernel[(programs,)](
         act, act_scales, _descriptor(experts.down, tile), experts.down_scales, out, lists.target,
-        lists.weight, lists.blocks, lists.max_blocks, lists.places, out.stride(0),
+        lists.weight, lists.blocks, lists.block_count, lists.max_blocks, lists.places, out.stride(0),
         depth=act.shape[1], hidden=hidden, block_rows=lists.block_rows, block_n=tile.block_n,
         block_k=tile.block_k, fp8=experts.fp8, has_target=lists.target is not None,
         has_weights=lists.weight is not None, stages=tile.stages, one_block=lists.one_block_an_expert,
         num_warps=tile.warps,
     )  # fmt: skip
+
+
+def _way(lists: RowLists, tiles: int, dense: Any, sparse: Any) -> tuple[Any, int]:
+    """The kernel for these lists, and how many programs: one a tile, or a few that walk over those in use."""
+    programs = lists.max_blocks * tiles
+    if lists.sparse and programs > 2 * SPARSE_PROGRAMS:
+        return sparse, SPARSE_PROGRAMS
+    return dense, programs
 
 
 def _descriptor(weight: torch.Tensor, tile: Tile) -> TensorDescriptor:

@@ -240,7 +240,7 @@ def _queue():
     return tickets, ready, free
 
 
-@gluon.jit(do_not_specialize=["max_blocks"])
+@gluon.jit(do_not_specialize=["max_blocks", "row_scale_stride", "act_scale_stride"])
 def pipelined_gate_up_kernel(
     rows, row_scales, weight, weight_scales, act, act_scales, blocks, block_count, counter, max_blocks,
     row_scale_stride, act_scale_stride, depth: gl.constexpr, inter: gl.constexpr, stages: gl.constexpr,
@@ -267,7 +267,7 @@ def pipelined_gate_up_kernel(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["max_blocks"])
+@gluon.jit(do_not_specialize=["max_blocks", "row_scale_stride"])
 def pipelined_down_kernel(
     rows, row_scales, weight, weight_scales, out, target, row_weights,
     blocks, block_count, counter, max_blocks, row_scale_stride, out_stride,

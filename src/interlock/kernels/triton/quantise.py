@@ -22,7 +22,7 @@ def to_fp8(values, axis: tl.constexpr):
     return tl.clamp(scaled, -FP8_MAX, FP8_MAX).to(tl.float8e4nv), scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "scale_stride"])
 def quantise_kernel(
     x, out, scales, rows, row_stride, width: tl.constexpr, groups: tl.constexpr, scale_stride
 ):
@@ -37,7 +37,7 @@ def quantise_kernel(
     tl.store(scales + group.to(tl.int64) * scale_stride + row, scale, mask=group * 128 < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def quantise_to_places_kernel(
     x,
     places,

@@ -61,6 +61,44 @@ def histogram_kernel(ids, histogram, lanes, chunk: tl.constexpr, bins: tl.conste
 
 
 @triton.jit
+def count_experts(histogram, chunks, experts, bins: tl.constexpr, tile: tl.constexpr):
+    """int32 [bins]: lanes of each expert over all chunks; 0 beyond the experts."""
+    order = tl.arange(0, bins)
+    counts = tl.zeros([bins], tl.int32)
+    for start in range(0, chunks, tile):
+        chunk = start + tl.arange(0, tile)
+        where = histogram + chunk[:, None] * bins + order[None, :]
+        counts += tl.sum(tl.load(where, mask=chunk[:, None] < chunks, other=0), axis=0)
+    return tl.where(order < experts, counts, 0)
+
+
+@triton.jit
+def spread_starts(histogram, starts, chunks, bins: tl.constexpr, tile: tl.constexpr):
+    """histogram becomes the place of each chunk's first lane of each expert, from where each list starts."""
+    order = tl.arange(0, bins)
+    place = starts
+    for start in range(0, chunks, tile):
+        chunk = start + tl.arange(0, tile)
+        where = histogram + chunk[:, None] * bins + order[None, :]
+        part = tl.load(where, mask=chunk[:, None] < chunks, other=0)
+        tl.store(where, place[None, :] + tl.cumsum(part, axis=0) - part, mask=chunk[:, None] < chunks)
+        place += tl.sum(part, axis=0)
+
+
+@triton.jit
+def rank_in_chunk(ids, expert, first, lanes, chunk: tl.constexpr, tile: tl.constexpr):
+    """int32 [chunk]: how many lanes of the chunk from ``first`` on name the same expert and come before."""
+    inside = tl.arange(0, chunk)
+    before = tl.zeros([chunk, tile], tl.int32)
+    for start in range(0, chunk, tile):
+        column = start + tl.arange(0, tile)
+        across = tl.load(ids + first + column, mask=first + column < lanes, other=-1).to(tl.int32)
+        same = (expert[:, None] == across[None, :]) & (column[None, :] < inside[:, None])
+        before += same.to(tl.int32)
+    return tl.sum(before, axis=1)
+
+
+@triton.jit
 def store_blocks(counts, starts, order, blocks, block_count, max_blocks, block_rows: tl.constexpr):
     """Cut every expert's list into blocks; entries behind the last block get expert -1."""
     size = (counts + block_rows - 1) // block_rows
@@ -88,21 +126,10 @@ def scan_kernel(
 ):  # fmt: skip
     """One program: histogram becomes the place of each chunk's first lane of each expert; blocks are cut."""
     order = tl.arange(0, bins)
-    counts = tl.zeros([bins], tl.int32)
-    for start in range(0, chunks, tile):
-        chunk = start + tl.arange(0, tile)
-        where = histogram + chunk[:, None] * bins + order[None, :]
-        counts += tl.sum(tl.load(where, mask=chunk[:, None] < chunks, other=0), axis=0)
-    counts = tl.where(order < experts, counts, 0)
+    counts = count_experts(histogram, chunks, experts, bins, tile)
     starts = tl.cumsum(counts, axis=0) - counts
     store_blocks(counts, starts, order, blocks, block_count, max_blocks, block_rows)
-    place = starts
-    for start in range(0, chunks, tile):
-        chunk = start + tl.arange(0, tile)
-        where = histogram + chunk[:, None] * bins + order[None, :]
-        part = tl.load(where, mask=chunk[:, None] < chunks, other=0)
-        tl.store(where, place[None, :] + tl.cumsum(part, axis=0) - part, mask=chunk[:, None] < chunks)
-        place += tl.sum(part, axis=0)
+    spread_starts(histogram, starts, chunks, bins, tile)
 
 
 @triton.jit(do_not_specialize=["lanes"])
@@ -112,16 +139,9 @@ def place_kernel(
 ):  # fmt: skip
     """Write each lane of a chunk at its place: the chunk's first place plus its rank within the chunk."""
     first = tl.program_id(0) * chunk
-    inside = tl.arange(0, chunk)
-    lane = first + inside
+    lane = first + tl.arange(0, chunk)
     expert = tl.load(ids + lane, mask=lane < lanes, other=-1).to(tl.int32)
-    before = tl.zeros([chunk, tile], tl.int32)
-    for start in range(0, chunk, tile):
-        column = start + tl.arange(0, tile)
-        across = tl.load(ids + first + column, mask=first + column < lanes, other=-1).to(tl.int32)
-        same = (expert[:, None] == across[None, :]) & (column[None, :] < inside[:, None])
-        before += same.to(tl.int32)
-    rank = tl.sum(before, axis=1)
+    rank = rank_in_chunk(ids, expert, first, lanes, chunk, tile)
     live = expert >= 0
     place = tl.load(histogram + tl.program_id(0) * bins + expert, mask=live, other=0) + rank
     tl.store(places + lane, tl.where(live, place, -1), mask=lane < lanes)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ class RowLists:
         places: P.
         place_of_lane: int32 [n, k], place of each lane or -1, where it was made.
         one_block_an_expert: no expert has more than one block.
+        sparse: few of the B blocks are expected to be in use.
     """
 
     source: torch.Tensor | None
@@ -37,6 +39,7 @@ class RowLists:
     block_rows: int
     place_of_lane: torch.Tensor | None = None
     one_block_an_expert: bool = False
+    sparse: bool = False
 
     @property
     def max_blocks(self) -> int:
@@ -54,6 +57,16 @@ def max_row_blocks(places: int, experts: int, block_rows: int) -> int:
 def max_slab_blocks(slab_rows: int, experts: int, block_rows: int) -> int:
     """Blocks of a slab whose experts hold ``slab_rows`` rows each, all of them filled."""
     return max(1, experts * -(-slab_rows // block_rows))
+
+
+def int32_arrays(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """Arrays int32 of these sizes in one allocation, each on a boundary of 16 bytes.
+
+    So that kernels, which are compiled for the alignment of their arguments, do not depend on the sizes.
+    """
+    padded = [-(-size // 4) * 4 for size in sizes]
+    parts = torch.empty(sum(padded), dtype=torch.int32, device=device).split(padded)
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
 def power_of_two(value: int) -> int:

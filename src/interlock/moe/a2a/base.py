@@ -147,13 +147,15 @@ class ReplicatedRows:
     """All tokens; ``ids`` are local expert ids, -1 where the expert is elsewhere or the slot is unused.
 
     rows [N, h], ids int64 [N, k], weights float32 [N, k], scales float32 [N, h / 128] for fp8 rows.
-    The runner returns [N, k, h]; lanes with id -1 may hold anything.
+    The runner returns [N, k, h]; lanes with id -1 may hold anything. Where ``sums`` is a dtype, ``combine``
+    also takes [N, h] of that dtype: a token's lanes added in ascending order in float32 and rounded once.
     """
 
     rows: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor | None
     scales: torch.Tensor | None = None
+    sums: torch.dtype | None = None
 
     @property
     def layout(self) -> Layout:

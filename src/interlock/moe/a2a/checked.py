@@ -112,13 +112,17 @@ class CheckedDispatcher(ABC):
         if handle is not self._pending:
             raise ContractError("combine was given a handle of another dispatcher")
         try:
-            if rows.dtype != self.spec.dtype:
+            if rows.dtype not in self._result_dtypes(rows):
                 raise ContractError(f"results are {rows.dtype}, this dispatcher carries {self.spec.dtype}")
             combined = self._combine(rows, handle.num_tokens, handle.state)
             self._combines += 1
             return combined
         finally:
             self.release(handle)
+
+    def _result_dtypes(self, rows: torch.Tensor) -> tuple[torch.dtype, ...]:
+        """Dtypes that results of the shape of ``rows`` may have."""
+        return (self.spec.dtype,)
 
     def release(self, handle: Handle) -> None:
         """See ``Dispatcher.release``."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from interlock.kernels.base import Kernels
     from interlock.kernels.fp8_blocks import Fp8Blocks
-    from interlock.moe.a2a.base import ExpertInput
+    from interlock.moe.a2a.base import ExpertInput, ReplicatedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,7 @@ class RunnerSpec:
     Attributes:
         num_experts: L, experts held by this rank.
         intermediate_size: i, the slice of the expert width that this rank holds.
+        routed_experts: E of the model, of which this rank holds ``num_experts``; None for the same.
         dtype: of activations and, unless the runner keeps a quantised format, of weights.
     """
 
@@ -74,6 +75,11 @@ class RunnerSpec:
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
+    routed_experts: int | None = None
+
+    def local_rows(self, lanes: int) -> int:
+        """How many of ``lanes`` of replicated rows this rank computes when routing is uniform; at least 1."""
+        return max(1, lanes * self.num_experts // (self.routed_experts or self.num_experts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +126,18 @@ class FillsExperts(Protocol):
 
     def fill_experts(self, fill: ExpertFill) -> None:
         """Let ``fill`` write the weights of all experts where they are kept."""
+        ...
+
+
+@runtime_checkable
+class SumsLanes(Protocol):
+    """A runner that can add up a token's lanes itself, sparing a pass over [N, k, h]."""
+
+    def run_summed(self, rows: ReplicatedRows, dtype: torch.dtype) -> torch.Tensor:
+        """``Runner.run`` of replicated rows, then the sum over each token's lanes -> [N, h].
+
+        Lanes are added in ascending order in float32 and rounded once to ``dtype``; -1 lanes add nothing.
+        """
         ...
 
 

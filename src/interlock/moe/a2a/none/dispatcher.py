@@ -16,6 +16,7 @@ from interlock.moe.a2a.base import DispatcherSpec, ExpertInput, ReplicatedRows
 from interlock.moe.a2a.checked import CheckedDispatcher
 from interlock.moe.a2a.none import BACKEND
 from interlock.moe.terms import Phase
+from interlock.parallel.group import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class NoExchange(CheckedDispatcher):
         self._local_id = torch.full((spec.num_experts + 1,), -1, dtype=torch.int64)
         self._local_id[local.start : local.stop] = torch.arange(len(local))
         self._local_id = self._local_id.to(spec.device)
+        alone = spec.groups.world.size == 1
+        self._sums = None if spec.deterministic else spec.dtype if alone else torch.float32
 
     def _dispatch(
         self,
@@ -49,21 +52,27 @@ class NoExchange(CheckedDispatcher):
         first = 0
         replicas = self.spec.groups.attn_dp
         if replicas.size > 1:
-            mine = torch.tensor([hidden.shape[0]], dtype=torch.int64, device=hidden.device)
-            widest = int(replicas.all_gather(mine).max())
+            widest = _widest(replicas, hidden)
             first = replicas.rank * widest
             hidden = replicas.all_gather(_padded(hidden, widest, 0.0))
             ids = replicas.all_gather(_padded(ids, widest, -1))
             weights = replicas.all_gather(_padded(weights, widest, 0.0))
         local = ids if self._holds_all else self._local_id[ids]
-        rows = ReplicatedRows(rows=hidden, ids=local, weights=weights)
+        rows = ReplicatedRows(rows=hidden, ids=local, weights=weights, sums=self._sums)
         return rows, _Gathered(ids=local, all_ids=ids, first=first)
+
+    def _result_dtypes(self, rows: torch.Tensor) -> tuple[torch.dtype, ...]:
+        if rows.dim() == 2 and self._sums is not None:
+            return (self._sums,)
+        return (self.spec.dtype,)
 
     def _combine(self, rows: torch.Tensor, num_tokens: int, state: Any) -> torch.Tensor:
         gathered: _Gathered = state
         spec = self.spec
         world = spec.groups.world
         own = slice(gathered.first, gathered.first + num_tokens)
+        if rows.dim() == 2:
+            return rows if world.size == 1 else world.all_reduce(rows)[own].to(spec.dtype)
         if world.size == 1:
             return spec.kernels.sum_lanes(rows, gathered.ids, spec.dtype)
         if spec.deterministic:
@@ -72,6 +81,14 @@ class NoExchange(CheckedDispatcher):
             return spec.kernels.sum_lanes(lanes[own], gathered.all_ids[own], spec.dtype)
         partial = spec.kernels.sum_lanes(rows, gathered.ids, torch.float32)
         return world.all_reduce(partial)[own].to(spec.dtype)
+
+
+def _widest(replicas: Group, hidden: torch.Tensor) -> int:
+    """Most tokens of a replica. A step that is being captured is padded to one size on all of them."""
+    if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
+        return hidden.shape[0]
+    mine = torch.tensor([hidden.shape[0]], dtype=torch.int64, device=hidden.device)
+    return int(replicas.all_gather(mine).max())
 
 
 def _padded(tensor: torch.Tensor, length: int, value: float) -> torch.Tensor:

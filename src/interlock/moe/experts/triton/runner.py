@@ -59,9 +59,8 @@ class GroupedRunner(ABC):
             scales = None if rows.scales is None else rows.scales.reshape(len(x), -1)
             if scales is not None and not self._tensors.fp8:
                 x, scales = dequantise_rows(x, scales, self._spec.dtype), None
-            filled = places // SLAB_FILL if isinstance(rows, MaskedRows) else places
-            config = self._config(max(1, filled))
-            lists = _row_lists(rows, places, self._spec.num_experts, config.block_rows)
+            config = self._config(self._filled(rows, places))
+            lists = self._row_lists(rows, places, config.block_rows)
             moe.compute(x, scales, self._tensors, lists, out.view(-1, hidden), config)
         self._calls += 1
         self._rows += places
@@ -79,6 +78,22 @@ class GroupedRunner(ABC):
             rows=self._rows,
         )
 
+    def _filled(self, rows: ExpertInput, places: int) -> int:
+        """How many of the places hold a row when routing is uniform; launch parameters go by it."""
+        if isinstance(rows, ReplicatedRows):
+            return self._spec.local_rows(places)
+        return max(1, places // SLAB_FILL) if isinstance(rows, MaskedRows) else places
+
+    def _row_lists(self, rows: ExpertInput, places: int, block_rows: int) -> RowLists:
+        if isinstance(rows, ReplicatedRows):
+            held = self._spec.num_experts
+            sparse = self._spec.local_rows(places) < places
+            return moe.token_lists(rows.ids, rows.weights, held, block_rows, sparse=sparse)
+        weights = None if rows.weights is None else rows.weights.reshape(-1)
+        if isinstance(rows, ContiguousRows):
+            return moe.segment_lists(rows.counts, rows.psum, 0, places, weights, block_rows)
+        return moe.segment_lists(rows.counts, None, rows.rows.shape[1], places, weights, block_rows)
+
     def _config(self, rows: int) -> MoeConfig:
         if rows not in self._configs:
             spec = self._spec
@@ -86,15 +101,6 @@ class GroupedRunner(ABC):
             shape = MoeShape(spec.num_experts, spec.hidden_size, spec.intermediate_size, kind)
             self._configs[rows] = nearest(load_table(), shape, rows)
         return self._configs[rows]
-
-
-def _row_lists(rows: ExpertInput, places: int, experts: int, block_rows: int) -> RowLists:
-    if isinstance(rows, ReplicatedRows):
-        return moe.token_lists(rows.ids, rows.weights, experts, block_rows)
-    weights = None if rows.weights is None else rows.weights.reshape(-1)
-    if isinstance(rows, ContiguousRows):
-        return moe.segment_lists(rows.counts, rows.psum, 0, places, weights, block_rows)
-    return moe.segment_lists(rows.counts, None, rows.rows.shape[1], places, weights, block_rows)
 
 
 class TritonRunner(GroupedRunner):
