@@ -12,6 +12,8 @@ BUILT_IN = (
     "interlock.moe.experts.cpu:RUNNER",
     "interlock.moe.experts.triton:RUNNER",
     "interlock.moe.experts.triton_fp8:RUNNER",
+    "interlock.moe.experts.deep_gemm:RUNNER",
+    "interlock.moe.experts.fastest_fp8:RUNNER",
 )
 
 

@@ -1,0 +1,101 @@
+"""The calls into the package ``sgl-deep-gemm`` (import name ``deep_gemm``): the only file that knows them.
+
+Both multiply e4m3 rows by the weights of their expert: float32 scales for 1 x 128 channels of a row and for
+128 x 128 blocks of a weight, products summed in float32, rounded to bfloat16 once. Row scales lie with the
+rows of a group side by side, padded to 16 bytes, as the bulk copy engine of Hopper wants them; so nothing is
+transposed on the way. Kernels are compiled at their first call (nvcc) and cached in ``~/.deep_gemm``; shapes
+are compiled for (experts, N, K) and not for the number of rows.
+
+Legend: E experts, R rows of the aligned segments, M rows of a slab, N weight rows, K depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from interlock.errors import StartupError
+
+EXPECTED_ROWS = 1024
+"""Rows an expert is said to have when the library chooses its tiles. One number for all calls, so that one
+kernel serves all batches and none is compiled while serving."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeepGemm:
+    """The two grouped products. Neither synchronises with the host; a capture needs one call before it."""
+
+    module: Any
+
+    def contiguous(
+        self,
+        rows: torch.Tensor,
+        row_scales: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scales: torch.Tensor,
+        psum: torch.Tensor,
+    ) -> torch.Tensor:
+        """rows e4m3 [R, K], row_scales float32 [K / 128, R], psum int32 [E] -> bfloat16 [R, N].
+
+        Segments start at multiples of 128. weight e4m3 [E, N, K], its scales float32 [E, N / 128, K / 128].
+        Rows between the segments may hold anything and give anything.
+        """
+        out = torch.empty(rows.shape[0], weight.shape[1], dtype=torch.bfloat16, device=rows.device)
+        self.module.m_grouped_fp8_gemm_nt_contiguous(
+            (rows, row_scales.T),
+            (weight, weight_scales),
+            out,
+            psum,
+            use_psum_layout=True,
+            expected_m_for_psum_layout=EXPECTED_ROWS,
+        )
+        return out
+
+    def masked(
+        self,
+        rows: torch.Tensor,
+        row_scales: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scales: torch.Tensor,
+        counts: torch.Tensor,
+        expected_rows: int,
+    ) -> torch.Tensor:
+        """rows e4m3 [E, M, K], row_scales float32 [E, K / 128, M padded to 4], counts int32 [E] -> [E, M, N].
+
+        ``expected_rows``: how many rows an expert is thought to have; chooses the tiles.
+        """
+        experts, slab_rows, _ = rows.shape
+        out = torch.empty(experts, slab_rows, weight.shape[1], dtype=torch.bfloat16, device=rows.device)
+        self.module.fp8_m_grouped_gemm_nt_masked(
+            (rows, row_scales.transpose(1, 2)[:, :slab_rows]),
+            (weight, weight_scales),
+            out,
+            counts,
+            expected_rows,
+        )
+        return out
+
+
+def load_deep_gemm() -> DeepGemm:
+    """Import the package.
+
+    Raises:
+        StartupError: it cannot be loaded here, or the GPU is not a Hopper.
+    """
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        raise StartupError(
+            "runner deep_gemm is written for GPUs of compute capability 9.x, not "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability()))}; "
+            "--moe-runner-backend triton works there"
+        )
+    try:
+        import deep_gemm
+    except (ImportError, OSError, RuntimeError, AssertionError) as problem:
+        raise StartupError(
+            f"runner deep_gemm cannot load the package sgl-deep-gemm: {problem or type(problem).__name__} "
+            "(it needs apache-tvm-ffi, CUDA 13 libraries and nvcc, found by PATH or CUDA_HOME); "
+            "--moe-runner-backend triton_fp8 needs none of them"
+        ) from problem
+    return DeepGemm(deep_gemm)

@@ -1,0 +1,150 @@
+"""From rows in any layout through DeepGEMM's two grouped products and our kernels around them.
+
+A token is quantised once and its fp8 row copied to the places of its experts; SwiGLU and the quantisation of
+its result are one kernel; routing weights go into the sum over lanes (replicated rows) or into the scales of
+the second product's rows (grouped rows), so no pass is spent on them. Nothing synchronises with the host.
+
+Legend: n tokens, k lanes a token, R rows of the aligned segments, M rows of a slab, h hidden size.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from interlock.kernels.triton import placed_rows
+from interlock.kernels.triton.expert_tensors import GROUP, ExpertTensors
+from interlock.kernels.triton.fp8_rows import quantise_to_places
+from interlock.kernels.triton.placed_rows import Entries
+from interlock.kernels.triton.placement import Places
+from interlock.moe.a2a.base import ContiguousRows, MaskedRows, ReplicatedRows
+from interlock.moe.experts.deep_gemm import ALIGNMENT
+from interlock.moe.experts.deep_gemm.library import DeepGemm
+
+SLAB_FILL = 32
+"""One row of a slab in so many is filled when routing is uniform (E / k of MiMo-V2 and DeepSeek-V3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The experts of one layer: the library and their weights."""
+
+    library: DeepGemm
+    experts: ExpertTensors
+
+    def summed(self, rows: ReplicatedRows, dtype: torch.dtype) -> torch.Tensor:
+        """-> [n, h]: weighted results summed over a token's lanes, ascending, in float32, rounded once."""
+        results, places = self._replicated(rows)
+        return placed_rows.gather(results, places.of_lane, rows.weights, dtype)
+
+    def lanes(self, rows: ReplicatedRows) -> torch.Tensor:
+        """-> [n, k, h]: the weighted result of each lane."""
+        results, places = self._replicated(rows)
+        return placed_rows.gather_lanes(results, places.of_lane, rows.weights)
+
+    def _replicated(self, rows: ReplicatedRows) -> tuple[torch.Tensor, Places]:
+        count = self.experts.down.shape[0]
+        places = placed_rows.aligned_places(rows.ids, count, ALIGNMENT)
+        if rows.scales is None:
+            values, scales = quantise_to_places(rows.rows, places.of_lane, places.rows)
+        else:
+            values, scales = placed_rows.scatter_rows(rows.rows, rows.scales, places.of_lane, places.rows)
+        return self._products(values, scales, places.psum, places.live, None), places
+
+    def products_alone(self, rows: ReplicatedRows) -> Callable[[], torch.Tensor]:
+        """A call that repeats only the two products, on rows that are quantised and placed now."""
+        count, _, inter = self.experts.down.shape
+        places = placed_rows.aligned_places(rows.ids, count, ALIGNMENT)
+        values, scales = quantise_to_places(rows.rows, places.of_lane, places.rows)
+        act = values.repeat(1, -(-inter // values.shape[1]))[:, :inter].contiguous()
+        act_scales = torch.ones(inter // GROUP, places.rows, device=values.device)
+        gate_up_scales, down_scales = _scales_of(self.experts)
+
+        def products() -> torch.Tensor:
+            self.library.contiguous(values, scales, self.experts.gate_up, gate_up_scales, places.psum)
+            return self.library.contiguous(act, act_scales, self.experts.down, down_scales, places.psum)
+
+        return products
+
+    def contiguous(self, rows: ContiguousRows) -> torch.Tensor:
+        """-> [R, h], weighted; rows between the segments are undefined."""
+        total = rows.rows.shape[0]
+        live = placed_rows.live_blocks(rows.counts, rows.psum, total, ALIGNMENT)
+        values = rows.rows
+        if rows.scales is None:
+            scales = torch.empty(values.shape[1] // GROUP, total, dtype=torch.float32, device=values.device)
+            values = placed_rows.quantise_entries(values, _aligned_entries(live, total), scales)
+        else:
+            scales = rows.scales.T.contiguous()
+        return self._products(values, scales, rows.psum, live, rows.weights)
+
+    def _products(
+        self,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        psum: torch.Tensor,
+        live: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        gate_up_scales, down_scales = _scales_of(self.experts)
+        total = values.shape[0]
+        gate_up = self.library.contiguous(values, scales, self.experts.gate_up, gate_up_scales, psum)
+        inter = self.experts.down.shape[2]
+        act_scales = torch.empty(inter // GROUP, total, dtype=torch.float32, device=values.device)
+        act = placed_rows.silu_quantise(gate_up, _aligned_entries(live, total), weights, act_scales)
+        del gate_up
+        return self.library.contiguous(act, act_scales, self.experts.down, down_scales, psum)
+
+    def masked(self, rows: MaskedRows) -> torch.Tensor:
+        """-> [L, M, h], weighted; rows at and beyond the count are undefined."""
+        gate_up_scales, down_scales = _scales_of(self.experts)
+        experts, slab_rows, hidden = rows.rows.shape
+        inter = self.experts.down.shape[2]
+        expected = max(1, slab_rows // SLAB_FILL)
+        scales, entries = _slab_scales(rows.counts, slab_rows, hidden)
+        if rows.scales is None:
+            flat = placed_rows.quantise_entries(rows.rows.flatten(0, 1), entries, scales)
+            values = flat.view(experts, slab_rows, hidden)
+        else:
+            values = rows.rows
+            scales[:, :, :slab_rows].copy_(rows.scales.transpose(1, 2))
+        gate_up = self.library.masked(
+            values, scales, self.experts.gate_up, gate_up_scales, rows.counts, expected
+        )
+        act_scales, entries = _slab_scales(rows.counts, slab_rows, inter, like=entries)
+        weights = None if rows.weights is None else rows.weights.flatten()
+        act = placed_rows.silu_quantise(gate_up.flatten(0, 1), entries, weights, act_scales)
+        return self.library.masked(
+            act.view(experts, slab_rows, inter),
+            act_scales,
+            self.experts.down,
+            down_scales,
+            rows.counts,
+            expected,
+        )
+
+
+def _aligned_entries(live: torch.Tensor, rows: int) -> Entries:
+    """Blocks of 128 rows, scales [groups, R]."""
+    return Entries(live, ALIGNMENT, scale_entry_stride=ALIGNMENT, scale_stride=rows)
+
+
+def _slab_scales(
+    counts: torch.Tensor, slab_rows: int, width: int, like: Entries | None = None
+) -> tuple[torch.Tensor, Entries]:
+    """Scales float32 [L, width / 128, M padded to 4], and the slabs as entries with such scales."""
+    padded = -(-slab_rows // 4) * 4
+    groups = width // GROUP
+    scales = torch.empty(len(counts), groups, padded, dtype=torch.float32, device=counts.device)
+    live = counts.clamp(0, slab_rows) if like is None else like.live
+    return scales, Entries(live, slab_rows, scale_entry_stride=groups * padded, scale_stride=padded)
+
+
+def _scales_of(experts: ExpertTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    assert experts.gate_up_scales is not None
+    assert experts.down_scales is not None
+    return experts.gate_up_scales, experts.down_scales

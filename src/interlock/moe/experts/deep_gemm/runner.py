@@ -1,0 +1,57 @@
+"""The runner around ``pipeline``: weights as ``triton_fp8`` loads them, DeepGEMM for the products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from interlock.moe.a2a.base import ContiguousRows, ExpertInput, ReplicatedRows
+from interlock.moe.experts.base import RunnerSpec
+from interlock.moe.experts.deep_gemm import RUNNER
+from interlock.moe.experts.deep_gemm.library import DeepGemm, load_deep_gemm
+from interlock.moe.experts.deep_gemm.pipeline import Pipeline
+from interlock.moe.experts.triton_fp8.runner import TritonFp8Runner
+
+
+class DeepGemmRunner(TritonFp8Runner):
+    """Runner ``deep_gemm``: every call goes through DeepGEMM."""
+
+    name = RUNNER.name
+
+    def __init__(self, spec: RunnerSpec, library: DeepGemm | None = None) -> None:
+        super().__init__(spec)
+        self._library = library or load_deep_gemm()
+
+    def run(self, rows: ExpertInput) -> torch.Tensor:
+        """See ``Runner.run``."""
+        places = rows.ids.numel() if isinstance(rows, ReplicatedRows) else rows.rows[..., 0].numel()
+        self._calls += 1
+        self._rows += places
+        if places == 0:
+            lead = rows.ids.shape if isinstance(rows, ReplicatedRows) else rows.rows.shape[:-1]
+            return torch.empty(*lead, self._spec.hidden_size, dtype=self._spec.dtype, device=rows.rows.device)
+        pipeline = self._pipeline()
+        if isinstance(rows, ReplicatedRows):
+            return pipeline.lanes(rows)
+        if isinstance(rows, ContiguousRows):
+            return pipeline.contiguous(rows)
+        return pipeline.masked(rows)
+
+    def run_summed(self, rows: ReplicatedRows, dtype: torch.dtype) -> torch.Tensor:
+        """See ``SumsLanes.run_summed``."""
+        tokens = rows.ids.shape[0]
+        self._calls += 1
+        self._rows += rows.ids.numel()
+        if tokens == 0:
+            return torch.empty(0, self._spec.hidden_size, dtype=dtype, device=rows.rows.device)
+        return self._pipeline().summed(rows, dtype)
+
+    def products_alone(self, rows: ReplicatedRows) -> Callable[[], torch.Tensor]:
+        """A call that repeats only the two products; for measuring what the kernels around them cost."""
+        return self._pipeline().products_alone(rows)
+
+    def _pipeline(self) -> Pipeline:
+        if self._tensors is None:
+            raise RuntimeError("run was called before finish_loading")
+        return Pipeline(self._library, self._tensors)
