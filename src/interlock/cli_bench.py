@@ -229,6 +229,9 @@ def moe(
     hidden: Annotated[int | None, typer.Option(help="Hidden size.", min=1)] = None,
     expert_width: Annotated[int | None, typer.Option(help="Width of an expert.", min=1)] = None,
     experts: Annotated[int | None, typer.Option(help="Experts.", min=1)] = None,
+    local_experts: Annotated[
+        int | None, typer.Option(help="Experts held here, of --experts (on a GPU).", min=1)
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="Experts of a token.", min=1)] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     runner: Annotated[list[str] | None, typer.Option(help="Only this runner; may be repeated.")] = None,
@@ -242,14 +245,23 @@ def moe(
     name: Name = None,
     plot: Plot = True,
 ) -> int:
-    """One layer's experts alone, for each runner and layout, beside the device's roofline."""
+    """One layer's experts alone, for each runner and layout, beside the device's roofline.
+
+    On a GPU the whole layer from given router logits on, captured in a CUDA graph.
+    """
     from interlock.bench.layer_run import LayerRun, layer_shape, measure_layer
     from interlock.bench.tables import layer_table
 
     load = _begin(plot)
     facts = _facts()
     shape, facts_of_model = layer_shape(
-        model, hidden=hidden, expert_width=expert_width, experts=experts, top_k=top_k, dtype=dtype
+        model,
+        hidden=hidden,
+        expert_width=expert_width,
+        experts=experts,
+        top_k=top_k,
+        dtype=dtype,
+        local_experts=local_experts,
     )
     run = LayerRun(
         shape=shape,

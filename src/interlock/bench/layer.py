@@ -32,13 +32,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """h, i, E, k and the dtype of rows and weights."""
+    """h, i, E, k and the dtype of rows and weights.
+
+    ``routed`` is the model's number of experts where E is one rank's share of them.
+    """
 
     hidden: int
     expert_width: int
     experts: int
     top_k: int
     dtype: str
+    routed: int | None = None
+
+    @property
+    def model_experts(self) -> int:
+        """Experts that tokens choose from."""
+        return self.routed or self.experts
 
     @property
     def weight_bytes(self) -> int:

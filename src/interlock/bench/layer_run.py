@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,8 +16,10 @@ from interlock.errors import Refusal
 from interlock.evidence.record import device_of
 from interlock.evidence.schema import Evidence, ModelFacts
 from interlock.kernels.availability import native_cpu_unavailable
+from interlock.kernels.base import Kernels
 from interlock.kernels.registry import get_kernels
 from interlock.models.card_reader import read_model_card
+from interlock.moe.experts.base import ExpertRunner
 from interlock.plan.facts import MachineFacts
 
 DEFAULT_SHAPE = LayerShape(hidden=576, expert_width=128, experts=24, top_k=12, dtype="float32")
@@ -47,11 +49,14 @@ def layer_shape(
     experts: int | None,
     top_k: int | None,
     dtype: str | None,
+    local_experts: int | None = None,
 ) -> tuple[LayerShape, ModelFacts]:
     """Sizes of a model's MoE layers (the demo's without a model), each replaced by the one that is given.
 
+    ``local_experts`` are held here, of ``experts`` that tokens choose from.
+
     Raises:
-        Refusal: a model without experts, more experts a token than there are, or an unknown dtype.
+        Refusal: a model without experts, more experts a token or here than there are, or an unknown dtype.
     """
     base = DEFAULT_SHAPE
     facts = ModelFacts(name="layer", family="", architecture="", config_hash="", weight_format="")
@@ -81,11 +86,17 @@ def layer_shape(
         top_k=top_k or base.top_k,
         dtype=dtype or base.dtype,
     )
-    if shape.top_k > shape.experts:
+    if local_experts is not None:
+        if local_experts > shape.experts:
+            raise Refusal(
+                option="--local-experts", given=local_experts, rule=f"there are only {shape.experts} experts"
+            )
+        shape = replace(shape, experts=local_experts, routed=shape.experts)
+    if shape.top_k > shape.model_experts:
         raise Refusal(
             option="--top-k",
             given=shape.top_k,
-            rule=f"a token cannot go to more than {shape.experts} experts",
+            rule=f"a token cannot go to more than {shape.model_experts} experts",
         )
     if shape.dtype not in DTYPES:
         raise Refusal(option="--dtype", given=shape.dtype, rule=f"is none of {', '.join(DTYPES)}")
@@ -113,21 +124,11 @@ def measure_layer(
     try:
         with torch.inference_mode():
             tick("bandwidth and peak of the device")
-            limits = measure_limits(kernels, device, DTYPES[run.shape.dtype], run.threads)
-            points = list(
-                run_layer(
-                    run.shape,
-                    runners,
-                    run.tokens,
-                    kernels,
-                    device,
-                    limits,
-                    rounds=run.rounds,
-                    working_set=run.working_set,
-                    seed=run.seed,
-                    tick=tick,
-                )
-            )
+            if run.device == "cuda" and name == "triton":
+                points, limits = _measure_cuda(run, runners, kernels, tick)
+            else:
+                limits = measure_limits(kernels, device, DTYPES[run.shape.dtype], run.threads)
+                points = _measure_here(run, runners, kernels, device, limits, tick)
     finally:
         torch.set_num_threads(before)
     evidence = layer_evidence(
@@ -141,6 +142,51 @@ def measure_layer(
         threads=run.threads,
     )
     return points, limits, evidence
+
+
+def _measure_here(
+    run: LayerRun,
+    runners: Sequence[ExpertRunner],
+    kernels: Kernels,
+    device: torch.device,
+    limits: Limits,
+    tick: Callable[[str], None],
+) -> list[LayerPoint | Skipped]:
+    """The experts alone, in every layout."""
+    if run.shape.routed is not None:
+        raise Refusal(
+            option="--local-experts",
+            given=run.shape.experts,
+            rule="is measured with the whole layer, which needs --device cuda and --kernels triton",
+        )
+    return list(
+        run_layer(
+            run.shape,
+            runners,
+            run.tokens,
+            kernels,
+            device,
+            limits,
+            rounds=run.rounds,
+            working_set=run.working_set,
+            seed=run.seed,
+            tick=tick,
+        )
+    )
+
+
+def _measure_cuda(
+    run: LayerRun, runners: Sequence[ExpertRunner], kernels: Kernels, tick: Callable[[str], None]
+) -> tuple[list[LayerPoint | Skipped], Limits]:
+    """The whole layer, by runners that can be captured in a graph (all but those that run on a CPU too)."""
+    from interlock.bench.layer_cuda import cuda_limits, run_cuda_layer
+
+    limits = cuda_limits()
+    written_for_it = [runner for runner in runners if "cpu" not in runner.devices]
+    points = run_cuda_layer(
+        run.shape, written_for_it, run.tokens, kernels, limits, rounds=run.rounds, seed=run.seed, tick=tick
+    )
+    return list(points), limits
 
 
 def _fastest_kernels(device: str) -> str:
