@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -183,7 +184,7 @@ def layer_points(
     weight_bytes = layer.runner.observed().weight_bytes
     works = [count_work(layer.shape, each, weight_bytes) for each in ids]
     work = mean_work(works)
-    timed = {WHOLE_LAYER: [lambda each=each: layer(*each) for each in inputs]}
+    timed: dict[str, list[Callable[[], object]]] = {WHOLE_LAYER: [partial(layer, *each) for each in inputs]}
     if isinstance(layer.runner, MultipliesAlone):
         timed[PRODUCTS] = [layer.runner.products_alone(rows) for rows in all_rows]
     for what, calls in timed.items():

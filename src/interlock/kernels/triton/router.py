@@ -31,7 +31,8 @@ class RouterWeight:
 
 def pack_router(weight: torch.Tensor) -> RouterWeight:
     """weight [E, h] float32 or bfloat16 -> as few bfloat16 parts as hold it exactly, at most three."""
-    parts, rest = [], weight.float()
+    parts: list[torch.Tensor] = []
+    rest = weight.float()
     while len(parts) < MAX_PARTS:
         parts.append(rest.to(torch.bfloat16))
         rest = rest - parts[-1].float()
