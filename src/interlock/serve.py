@@ -68,6 +68,7 @@ async def _answer(engine: Engine, plan: LaunchPlan, api_key: str | None, listene
             server.config.timeout_graceful_shutdown = 0
         server.should_exit = True
         await answering
+        app.state.context.grammars.close()
     if (reason := engine.health()) is not None:
         raise EngineDeadError("\n".join(filter(None, (reason, engine.stacks))))
     return code

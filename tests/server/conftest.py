@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -14,21 +15,26 @@ from interlock.demo.tiny_tokenizer import tiny_tokenizer, tiny_tokenizer_config
 from interlock.server.app import create_app
 from interlock.server.settings import ServerSettings
 from interlock.tokenizer import Tokenizer, load_tokenizer
-from tests.server.fake_engine import VOCAB, FakeEngine
+from tests.server.fake_engine import VOCAB, FakeEngine, fake_plan
 from tests.server.live import live_server
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     tiny_tokenizer(VOCAB).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(tiny_tokenizer_config(4096)))
-    return load_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
-def shared_engine() -> FakeEngine:
-    return FakeEngine()
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return load_tokenizer(tokenizer_folder)
+
+
+@pytest.fixture(scope="session")
+def shared_engine(tokenizer_folder: Path) -> FakeEngine:
+    return FakeEngine(plan=fake_plan(model_path=str(tokenizer_folder)))
 
 
 @pytest.fixture(scope="session")
@@ -49,12 +55,13 @@ Serve = Callable[..., tuple[FakeEngine, httpx.Client]]
 
 
 @pytest.fixture
-def serve(tokenizer: Tokenizer) -> Iterator[Serve]:
+def serve(tokenizer: Tokenizer, tokenizer_folder: Path) -> Iterator[Serve]:
     """Starts a server of one's own: ``serve(engine, **settings)`` gives the engine and an HTTP client."""
     with ExitStack() as stack:
 
         def start(engine: FakeEngine | None = None, **settings: Any) -> tuple[FakeEngine, httpx.Client]:
             engine = engine or FakeEngine()
+            engine.plan = msgspec.structs.replace(engine.plan, model_path=str(tokenizer_folder))
             app = create_app(engine, tokenizer, ServerSettings(**{"model_names": ("tiny",), **settings}))
             url = stack.enter_context(live_server(app))
             return engine, stack.enter_context(httpx.Client(base_url=url, timeout=20))

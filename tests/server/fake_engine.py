@@ -53,7 +53,8 @@ class Play:
     """How a request is answered. An endless tail of "z" follows ``tokens``.
 
     ``per_delta`` tokens come in one delta, ``delay`` seconds apart; ``error_at`` fails the request at that
-    token; ``dies_at`` raises EngineDeadError there; ``hold`` blocks before the first token until released.
+    token (``refused``: by its own doing); ``dies_at`` raises EngineDeadError there; ``hold`` blocks before
+    the first token until released.
     """
 
     tokens: Sequence[int] = ()
@@ -61,6 +62,7 @@ class Play:
     delay: float = 0.0
     cached: int = 0
     error_at: int | None = None
+    refused: bool = False
     dies_at: int | None = None
     hold: bool = False
 
@@ -155,7 +157,9 @@ class FakeEngine:
                 if play.dies_at == position:
                     raise EngineDeadError("rank 0 died")
                 if play.error_at == position:
-                    yield TokenDelta(request_id=name, finish_reason="error", error="scripted fault")
+                    yield TokenDelta(
+                        request_id=name, finish_reason="error", error="scripted fault", refused=play.refused
+                    )
                     return
                 token = play.tokens[position] if position < len(play.tokens) else byte_ids("z")[0]
                 tokens.append(token)

@@ -25,4 +25,5 @@ def live_server(app: FastAPI) -> Iterator[str]:
         server.should_exit = True
         thread.join(10)
         listener.close()
+        app.state.context.grammars.close()
         assert not thread.is_alive()

@@ -279,7 +279,7 @@ def test_fields_without_effect_at_neutral_values(either: Post) -> None:
     [
         ("store", True),
         ("service_tier", "flex"),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
         (
             "response_format",
             {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}},

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from interlock.structured.spec import GrammarSpec
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the tokens of one request are chosen and when it ends.
@@ -71,13 +73,17 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add", omit_defaults=True):
-    """Generate from ``token_ids``. ``sampling.n`` is 1 here: the front end expands n > 1."""
+    """Generate from ``token_ids``. ``sampling.n`` is 1 here: the front end expands n > 1.
+
+    ``grammar``: what the answer must match; the front end has seen it compile.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
     inspection: Inspection | None = None
+    grammar: GrammarSpec | None = None
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -115,6 +121,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         finish_reason: None while running, else "stop", "length", "abort" or "error".
         stop_token_id: the token that ended the request, when a token did.
         error: message for "error".
+        refused: the error is what the client asked for, not a fault of the engine.
         queue_seconds: sent once, with the first delta: from arrival at the scheduler to first admission.
         chunk_ends: sent once, with the first delta of an inspected request: where its prefill steps ended.
     """
@@ -128,6 +135,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: str | None = None
+    refused: bool = False
     queue_seconds: float | None = None
     chunk_ends: tuple[int, ...] = ()
 

@@ -23,6 +23,7 @@ def delta(
     finish_reason: str | None = None,
     stop_token_id: int | None = None,
     error: str | None = None,
+    refused: bool = False,
 ) -> TokenDelta:
     """A delta of ``request``; the first one carries prompt logprobs (when complete) and time queued."""
     scores: tuple[TokenLogprob | None, ...] = ()
@@ -43,6 +44,7 @@ def delta(
         prompt_tokens=request.prompt_len,
         cached_tokens=request.cached_tokens or 0,
         error=error,
+        refused=refused,
         queue_seconds=queued,
         chunk_ends=tuple(request.chunk_ends) if first else (),
     )

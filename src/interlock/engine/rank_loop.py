@@ -17,6 +17,7 @@ import zmq
 
 from interlock.engine.batch import Batch, decode_arrays, encode_arrays
 from interlock.engine.execution import StepExecutor
+from interlock.engine.grammar import GrammarGate
 from interlock.engine.heartbeat import Activity
 from interlock.engine.launched import Launched
 from interlock.engine.messages import (
@@ -37,6 +38,7 @@ from interlock.moe.terms import Phase
 from interlock.parallel.group import Group
 
 IDLE_POLL_MS = 500
+HELD_POLL_MS = 2
 FIRST_FRAME_BYTES = 8192
 _LENGTH = struct.Struct("<q")
 _STOP, _TICK = -1, -2
@@ -141,6 +143,7 @@ class LeaderLoop:
         outputs: zmq.Socket[bytes],
         replicas: Group,
         scheduler: Scheduler,
+        gate: GrammarGate,
     ) -> None:
         self._runner = runner
         self._channel = channel
@@ -149,6 +152,7 @@ class LeaderLoop:
         self._outputs = outputs
         self._replicas = replicas
         self._scheduler = scheduler
+        self._gate = gate
         self._executor = StepExecutor(runner)
         self.overlaps = runner.plan.overlap_schedule
         self._in_flight: _Flight | None = None
@@ -236,17 +240,19 @@ class LeaderLoop:
         )
 
     def _report(self, deltas: list[TokenDelta], step: StepRecord | None = None) -> None:
-        outputs = EngineOutputs(
-            replica=self._replicas.rank, deltas=tuple(deltas), stats=self._scheduler.stats(), step=step
-        )
+        stats = self._scheduler.stats()
+        if len(self._gate):
+            stats = msgspec.structs.replace(stats, waiting=stats.waiting + len(self._gate))
+        outputs = EngineOutputs(replica=self._replicas.rank, deltas=tuple(deltas), stats=stats, step=step)
         self._outputs.send(self._encoder.encode(outputs), copy=False)
 
     def _read_inputs(self) -> None:
         every_replica_was_idle = self._last_phase is None
         if every_replica_was_idle and not self._scheduler.has_work and not self._early:
             self._activity.enter("idle")
-            self._inputs.poll(IDLE_POLL_MS)
+            self._inputs.poll(HELD_POLL_MS if len(self._gate) else IDLE_POLL_MS)
             self._turn_begun = time.monotonic()
+        self._release_held()
         while True:
             try:
                 message = self._inputs.recv(zmq.NOBLOCK)
@@ -254,12 +260,35 @@ class LeaderLoop:
                 return
             self._handle(self._decoder.decode(message))
 
+    def _release_held(self) -> None:
+        """Queue the requests whose grammars are compiled by now."""
+        for message, grammar in self._gate.released():
+            if isinstance(grammar, str):
+                name = message.request_id
+                self._early.append(
+                    TokenDelta(request_id=name, finish_reason="error", error=grammar, refused=True)
+                )
+            else:
+                self._early += self._scheduler.add(message, grammar=grammar)
+
+    def _add(self, message: AddRequest) -> None:
+        grammar = None
+        if message.grammar is not None:
+            grammar = self._gate.take(message)
+            if grammar is None:
+                return
+        self._early += self._scheduler.add(message, grammar=grammar)
+
     def _handle(self, message: ToEngine) -> None:
         match message:
             case AddRequest():
-                self._early += self._scheduler.add(message)
+                self._add(message)
             case AbortRequest():
-                self._early += self._scheduler.abort(message.request_id)
+                name = message.request_id
+                if self._gate.drop(name):
+                    self._early.append(TokenDelta(request_id=name, finish_reason="abort"))
+                else:
+                    self._early += self._scheduler.abort(name)
             case FlushCache():
                 self._scheduler.flush_cache()
             case Shutdown():

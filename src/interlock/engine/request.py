@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,9 @@ from interlock.engine.messages import AddRequest, SamplingParams, TokenLogprob
 from interlock.engine.slots import SlotTable
 from interlock.engine.token_counts import TokenCounts
 from interlock.kv.prefix_tree import Node
+
+if TYPE_CHECKING:
+    from interlock.engine.grammar import GrammarState
 
 UINT64 = (1 << 64) - 1
 
@@ -40,6 +44,7 @@ class Request:
         token_counts: what penalties need to know, kept by the sampler.
         told: whether a delta has been sent, so that prompt logprobs are sent once.
         inspection: what ``verify`` asked for, None for everybody else; chunk_ends: what it was told.
+        grammar: what its answer must match, and how far it has come; None is free.
         arrived: when it came, by the monotonic clock; queue_seconds: from then to its first admission.
     """
 
@@ -49,6 +54,7 @@ class Request:
         "arrived",
         "cached_tokens",
         "chunk_ends",
+        "grammar",
         "id",
         "inspection",
         "params",
@@ -86,6 +92,7 @@ class Request:
         self.arrived = time.monotonic()
         self.queue_seconds: float | None = None
         self.token_counts: TokenCounts | None = None
+        self.grammar: GrammarState | None = None
         self._table: SlotTable | None = None
         self._tokens: npt.NDArray[np.int32] = np.array(message.token_ids, dtype=np.int32)
 
@@ -120,6 +127,7 @@ class Request:
     def enter(self, table: SlotTable, slot: int) -> None:
         """Move the tokens into a row of the table."""
         table.fill(slot, self._tokens, self.prompt_len, self.params, self.seed)
+        table.adjusts[slot] |= self.grammar is not None
         self._table, self.slot = table, slot
 
     def leave(self) -> None:

@@ -9,6 +9,9 @@ import numpy.typing as npt
 
 from interlock.engine.messages import TokenLogprob
 
+NO_TOKEN_ALLOWED = "no token is allowed next"
+"""How the error of a row begins whose own bias, min_tokens and grammar leave it nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:

@@ -18,6 +18,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from interlock.engine.inspection import inspected
 from interlock.engine.messages import AddRequest, SchedulerStats, TokenDelta
 from interlock.engine.outcome import Outcome, StopRules, delta
 from interlock.engine.request import Request, State
-from interlock.engine.sampled import SampledTokens
+from interlock.engine.sampled import NO_TOKEN_ALLOWED, SampledTokens
 from interlock.engine.sequence_pages import SequencePages
 from interlock.engine.slots import SlotTable
 from interlock.engine.waiting import WaitingQueue
@@ -36,6 +37,9 @@ from interlock.kv.prefix_tree import Node
 from interlock.kv.store import Geometry, PageStore
 from interlock.moe.terms import Phase
 from interlock.plan.launch_plan import LaunchPlan
+
+if TYPE_CHECKING:
+    from interlock.engine.grammar import GrammarState
 
 BLOCKED_RETRY_STEPS = 8
 
@@ -123,9 +127,13 @@ class Scheduler:
 
     # ---- requests come and go
 
-    def add(self, message: AddRequest) -> list[TokenDelta]:
+    def add(self, message: AddRequest, *, grammar: GrammarState | None = None) -> list[TokenDelta]:
         """Queue a request. A request that can never run, or whose id is in use, is refused at once with the
-        returned delta, whose ``finish_reason`` is "error"."""
+        returned delta, whose ``finish_reason`` is "error".
+
+        Args:
+            grammar: what the answer must match, at its beginning.
+        """
         if message.request_id in self._requests:
             text = f"a request with the id {message.request_id!r} is still running; ids must be unique"
             return [TokenDelta(request_id=message.request_id, finish_reason="error", error=text)]
@@ -140,6 +148,7 @@ class Scheduler:
                 request_id=message.request_id,
                 finish_reason="error",
                 error=problem,
+                refused=True,
                 prompt_tokens=len(message.token_ids),
             )
             return [refused]
@@ -150,6 +159,7 @@ class Scheduler:
             seed=self._draw_seed() if seed is None else seed,
             eos_ids=self._eos_ids,
         )
+        request.grammar = grammar
         self._arrivals += 1
         self._requests[request.id] = request
         if request.inspection is not None:
@@ -519,9 +529,13 @@ class Scheduler:
             deltas = []
         outcome = Outcome.of(batch, sampled)
         for request, text in outcome.failed:
-            deltas.append(delta(request, (), finish_reason="error", error=text))
+            refused = text.startswith(NO_TOKEN_ALLOWED)
+            deltas.append(delta(request, (), finish_reason="error", error=text, refused=refused))
             self._finish(request, spoilt=True)
         self._count.generated_tokens += len(outcome.requests)
+        for request, token_id in zip(outcome.requests, outcome.token_ids.tolist(), strict=True):
+            if request.grammar is not None:
+                request.grammar.accept(token_id)
         for request, message in self._rules.apply(outcome):
             deltas.append(message)
             if message.finish_reason is not None:

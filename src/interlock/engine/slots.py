@@ -24,7 +24,7 @@ class SlotTable:
         first_window: int64 [rows], first page that is still held in the window space.
         full, window: int32 [rows, pages], page id by page index, -1 where none is held; None for a space
             that the model does not have.
-        adjusts: the logits are changed by penalties, a bias or a forced token.
+        adjusts: the logits are changed by penalties, a bias, a grammar or a forced token.
         logprobs: alternatives wanted, -1 for no logprobs.
     """
 

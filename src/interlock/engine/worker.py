@@ -16,6 +16,7 @@ import torch.distributed as dist
 import zmq
 
 from interlock.engine.endpoints import Endpoints, Linked, RankSpec
+from interlock.engine.grammar import GrammarGate
 from interlock.engine.heartbeat import Activity, heartbeat, watch_launcher
 from interlock.engine.load_report import LoadReport
 from interlock.engine.messages import RankFailed, RankReady
@@ -142,11 +143,14 @@ class _Rank:
         self._runner = ModelRunner(spec.plan, groups)
         is_leader = groups.attn_tp.rank == 0
         self._scheduler = Scheduler(spec.plan, replica=groups.attn_dp.rank) if is_leader else None
+        self._gate = GrammarGate(spec.plan)
 
     def run(
         self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Endpoints, outputs: zmq.Socket[bytes]
     ) -> None:
         try:
+            if self._scheduler is not None:
+                self._gate.prepare()
             self._runner.load()
             self._rendezvous.wait_for_all("loaded")
             if self._spec.plan.kernels == "torch":
@@ -171,6 +175,7 @@ class _Rank:
                     outputs,
                     self._groups.attn_dp,
                     self._scheduler,
+                    self._gate,
                 )
                 self._say_ready(
                     outputs, {**observe_scheduler(self._scheduler), "overlap_schedule": loop.overlaps}
@@ -179,6 +184,7 @@ class _Rank:
             finally:
                 inputs.close()
         finally:
+            self._gate.close()
             self._runner.close()
 
     def _say_ready(self, outputs: zmq.Socket[bytes], of_leader: dict[str, object]) -> None:

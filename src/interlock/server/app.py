@@ -22,6 +22,7 @@ from interlock.server.settings import ServerSettings
 from interlock.server.token_names import TokenNames
 from interlock.server.tokens import tokens_router
 from interlock.server.tracing import NoTracer, Tracer
+from interlock.structured.checker import GrammarChecker
 from interlock.tokenizer import Tokenizer
 
 
@@ -39,6 +40,7 @@ def create_app(
         settings=settings,
         metrics=Metrics(engine, settings.model_names[0]),
         names=TokenNames(tokenizer),
+        grammars=GrammarChecker(engine.plan),
         tracer=tracer or NoTracer(),
         gate=Gate(),
         limit=ContextLimit.from_plan(engine.plan),

@@ -12,14 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from interlock.engine.messages import SamplingParams
+from interlock.server.answering import respond
 from interlock.server.answers import Answer, collect
 from interlock.server.body import read_model
 from interlock.server.chat_prompt import render_chat
 from interlock.server.chunks import ChunkWriter, envelope, whole_answer
 from interlock.server.context import ServerContext
-from interlock.server.disconnect import until_disconnect
 from interlock.server.errors import bad_request
-from interlock.server.event_stream import EventStream
 from interlock.server.generation import Generation
 from interlock.server.logprobs import chat_logprobs, prompt_logprobs
 from interlock.server.openapi import describes
@@ -27,6 +26,7 @@ from interlock.server.prompts import Prompt, encode_text
 from interlock.server.protocol import ChatBody
 from interlock.server.sampling import check_logprobs, sampling_params
 from interlock.server.settings import ServerSettings
+from interlock.server.structured_output import checked, wished_grammar
 
 
 def chat_router(context: ServerContext) -> APIRouter:
@@ -39,12 +39,7 @@ def chat_router(context: ServerContext) -> APIRouter:
         arrival = time.perf_counter()
         body = await read_model(request, ChatBody, max_bytes=context.settings.max_body_bytes)
         answer = await _ChatRequest.build(body, context, arrival)
-        if body.stream:
-            return EventStream(answer.chunks(), on_disconnect=answer.generation.abort)
-        content = await until_disconnect(
-            request.receive, answer.whole(), on_disconnect=answer.generation.abort
-        )
-        return Response(content, media_type="application/json")
+        return await respond(request, answer, stream=body.stream)
 
     return router
 
@@ -65,6 +60,7 @@ class _ChatRequest:
     async def build(cls, body: ChatBody, context: ServerContext, arrival: float) -> _ChatRequest:
         context.check_model(body.model)
         _check_fields(body, context.settings)
+        wish = wished_grammar(body)
         n = body.n or 1
         context.check_choices(1, n)
         text = render_chat(body, context.tokenizer)
@@ -73,6 +69,7 @@ class _ChatRequest:
             raise bad_request("the chat template renders these messages to no tokens", param="messages")
         prompt = Prompt(tuple(ids), text)
         sampling = _sampling(body, context, prompt)
+        grammar = None if wish is None else await checked(wish, context)
         context.check_queue()
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
         generation = Generation(
@@ -83,6 +80,7 @@ class _ChatRequest:
             request_id=request_id,
             priority=body.priority or 0,
             arrival=arrival,
+            grammar=grammar,
         )
         return cls(body, context, generation, request_id)
 
@@ -113,17 +111,8 @@ class _ChatRequest:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The streamed answer, without the final ``[DONE]``."""
-        options = self._body.stream_options
         generation = self.generation
-        include_usage = options is not None and options.include_usage
-        continuous = options is not None and options.continuous_usage_stats
-        writer = ChunkWriter(
-            self._envelope,
-            choices=len(generation.choices),
-            chat=True,
-            include_usage=include_usage,
-            usage_so_far=generation.usage if continuous else None,
-        )
+        writer = ChunkWriter.of(self._body, self._envelope, generation, chat=True)
         opened: set[int] = set()
         async for choice, piece in generation.pieces():
             index = choice.index
@@ -134,7 +123,7 @@ class _ChatRequest:
                 yield writer.text(index, piece.text, self._logprobs(piece.tokens))
             if piece.finish_reason is not None:
                 yield writer.finish(index, piece.finish_reason, piece.stop_reason)
-        if include_usage:
+        if writer.includes_usage:
             yield writer.usage(generation.usage())
 
 

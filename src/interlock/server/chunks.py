@@ -10,6 +10,9 @@ from typing import Any
 
 import msgspec
 
+from interlock.server.generation import Generation
+from interlock.server.protocol import GenerationBody, StreamOptions
+
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 
@@ -22,6 +25,9 @@ class ChunkWriter:
         chat: the text goes to ``delta.content`` instead of ``text``.
         include_usage: chunks carry ``"usage": null`` and ``usage_chunk`` will follow.
         usage_so_far: gives the usage to put in every chunk; None for none.
+
+    Attributes:
+        includes_usage: the stream ends with ``usage``.
     """
 
     def __init__(
@@ -39,9 +45,24 @@ class ChunkWriter:
         self._heads = [start + b',"choices":[{"index":%d,' % index for index in range(choices)]
         self._text_open = b'"delta":{"content":' if chat else b'"text":'
         self._text_close = b"}" if chat else b""
+        self.includes_usage = include_usage
         self._usage_so_far = usage_so_far
         self._null_usage = b',"usage":null' if include_usage else b""
         self._plain_tail = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
+
+    @classmethod
+    def of(
+        cls, body: GenerationBody, envelope: dict[str, Any], generation: Generation, *, chat: bool
+    ) -> ChunkWriter:
+        """The writer for the chunks of ``generation``, with the usage that ``body`` asks for."""
+        options = body.stream_options or StreamOptions()
+        return cls(
+            envelope,
+            choices=len(generation.choices),
+            chat=chat,
+            include_usage=options.include_usage,
+            usage_so_far=generation.usage if options.continuous_usage_stats else None,
+        )
 
     def _close(self) -> bytes:
         if self._usage_so_far is not None:

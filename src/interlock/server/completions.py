@@ -12,13 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from interlock.engine.messages import SamplingParams
+from interlock.server.answering import respond
 from interlock.server.answers import Answer, Echo, collect, echo_of
 from interlock.server.body import read_model
 from interlock.server.chunks import ChunkWriter, envelope, whole_answer
 from interlock.server.context import ServerContext
-from interlock.server.disconnect import until_disconnect
 from interlock.server.errors import bad_request
-from interlock.server.event_stream import EventStream
 from interlock.server.generation import Choice, Generation
 from interlock.server.logprobs import completion_logprobs, generated_entries, prompt_logprobs
 from interlock.server.openapi import describes
@@ -26,6 +25,7 @@ from interlock.server.prompts import DEFAULT_COMPLETION_TOKENS, Prompt, completi
 from interlock.server.protocol import CompletionBody
 from interlock.server.sampling import check_logprobs, sampling_params
 from interlock.server.settings import ServerSettings
+from interlock.server.structured_output import checked, wished_grammar
 
 
 def completions_router(context: ServerContext) -> APIRouter:
@@ -38,12 +38,7 @@ def completions_router(context: ServerContext) -> APIRouter:
         arrival = time.perf_counter()
         body = await read_model(request, CompletionBody, max_bytes=context.settings.max_body_bytes)
         answer = await _CompletionRequest.build(body, context, arrival)
-        if body.stream:
-            return EventStream(answer.chunks(), on_disconnect=answer.generation.abort)
-        content = await until_disconnect(
-            request.receive, answer.whole(), on_disconnect=answer.generation.abort
-        )
-        return Response(content, media_type="application/json")
+        return await respond(request, answer, stream=body.stream)
 
     return router
 
@@ -65,6 +60,7 @@ class _CompletionRequest:
     async def build(cls, body: CompletionBody, context: ServerContext, arrival: float) -> _CompletionRequest:
         context.check_model(body.model)
         _check_fields(body, context.settings)
+        wish = wished_grammar(body)
         n = body.n or 1
         prompts = await completion_prompts(
             body.prompt,
@@ -75,6 +71,7 @@ class _CompletionRequest:
         )
         context.check_choices(len(prompts), n)
         samplings = [_sampling(body, context, prompt) for prompt in prompts]
+        grammar = None if wish is None else await checked(wish, context)
         context.check_queue()
         request_id = f"cmpl-{uuid.uuid4().hex}"
         generation = Generation(
@@ -85,6 +82,7 @@ class _CompletionRequest:
             request_id=request_id,
             priority=body.priority or 0,
             arrival=arrival,
+            grammar=grammar,
         )
         return cls(body, context, generation, request_id)
 
@@ -118,17 +116,8 @@ class _CompletionRequest:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The streamed answer, without the final ``[DONE]``."""
-        options = self._body.stream_options
         generation = self.generation
-        include_usage = options is not None and options.include_usage
-        continuous = options is not None and options.continuous_usage_stats
-        writer = ChunkWriter(
-            self._envelope,
-            choices=len(generation.choices),
-            chat=False,
-            include_usage=include_usage,
-            usage_so_far=generation.usage if continuous else None,
-        )
+        writer = ChunkWriter.of(self._body, self._envelope, generation, chat=False)
         with_logprobs = self._body.logprobs is not None
         echoes: dict[int, Echo] = {}
         async for choice, piece in generation.pieces():
@@ -144,7 +133,7 @@ class _CompletionRequest:
                 yield writer.text(index, piece.text, logprobs)
             if piece.finish_reason is not None:
                 yield writer.finish(index, piece.finish_reason, piece.stop_reason)
-        if include_usage:
+        if writer.includes_usage:
             yield writer.usage(generation.usage())
 
     def _echo_chunk(self, writer: ChunkWriter, choice: Choice, echo: Echo) -> bytes:

@@ -12,6 +12,7 @@ from interlock.server.prompts import ContextLimit
 from interlock.server.settings import ServerSettings
 from interlock.server.token_names import TokenNames
 from interlock.server.tracing import Tracer
+from interlock.structured.checker import GrammarChecker
 from interlock.tokenizer import Detokenizer, Tokenizer
 
 
@@ -31,6 +32,7 @@ class ServerContext:
     tracer: Tracer
     gate: Gate
     names: TokenNames
+    grammars: GrammarChecker
     limit: ContextLimit
     vocab_size: int
     created: int

@@ -25,12 +25,19 @@ class EventStream(Response):
     """Sends ``chunks`` as they come.
 
     The status waits for the first chunk: an error before it goes to the error handlers. A later error is
-    one event with the error object and then ``[DONE]``; no finish reason is made up.
+    one event with the error object and then ``last``; no finish reason is made up.
     """
 
-    def __init__(self, chunks: AsyncIterator[bytes], *, on_disconnect: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        chunks: AsyncIterator[bytes],
+        *,
+        on_disconnect: Callable[[], Awaitable[None]],
+        last: bytes = DONE,
+    ) -> None:
         super().__init__()
         self._on_disconnect = on_disconnect
+        self._last = last
         self._chunks: Any = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,7 +54,7 @@ class EventStream(Response):
             try:
                 async for chunk in chunks:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                last = DONE
+                last = self._last
             except Exception as error:
-                last = b"data: " + as_api_error(error).body() + b"\n\n" + DONE
+                last = b"data: " + as_api_error(error).body() + b"\n\n" + self._last
             await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from interlock.engine.client_protocol import EngineClient
-from interlock.engine.messages import AddRequest, SamplingParams
+from interlock.engine.messages import AddRequest, SamplingParams, TokenDelta
 from interlock.server.choice_times import ChoiceClock
 from interlock.server.context import ServerContext
 from interlock.server.errors import ApiError
@@ -19,6 +19,7 @@ from interlock.server.prompts import Prompt
 from interlock.server.sampling import seed_of_choice
 from interlock.server.text_output import Piece, TextOutput
 from interlock.server.usage import usage
+from interlock.structured.spec import GrammarSpec
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,14 @@ class Generation:
         request_id: str,
         priority: int,
         arrival: float,
+        grammar: GrammarSpec | None = None,
     ) -> None:
         """
         Args:
             samplings: one for each prompt, with the seed of choice 0.
             request_id: unique in this process; choices append their index.
             arrival: ``time.perf_counter()`` when the HTTP request came.
+            grammar: what every choice must match.
         """
         self._engine: EngineClient = context.engine
         self._metrics: Metrics = context.metrics
@@ -67,6 +70,7 @@ class Generation:
                     token_ids=prompt.token_ids,
                     sampling=own,
                     priority=priority,
+                    grammar=grammar,
                 )
                 detokenizer = context.detokenizer(skip_special_tokens=own.skip_special_tokens, continues=True)
                 output = TextOutput(own, detokenizer)
@@ -132,7 +136,7 @@ class Generation:
                 if delta.finish_reason is not None:
                     self._submitted.discard(request_id)
                 if delta.finish_reason == "error":
-                    raise ApiError(500, f"the engine failed this request: {delta.error}", code="engine_error")
+                    raise _failure(delta)
                 piece = output.push(delta)
                 if piece.finish_reason is not None:
                     await self._abort_one(request_id)
@@ -158,3 +162,9 @@ class Generation:
         if request_id in self._submitted:
             self._submitted.discard(request_id)
             await self._engine.abort(request_id)
+
+
+def _failure(delta: TokenDelta) -> ApiError:
+    if delta.refused:
+        return ApiError(400, str(delta.error), code="request_refused")
+    return ApiError(500, f"the engine failed this request: {delta.error}", code="engine_error")

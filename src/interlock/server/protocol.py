@@ -28,6 +28,33 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
+class JsonSchemaFormat(Body):
+    """``strict`` changes nothing: a schema is always enforced in full."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[Any, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's way to constrain an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's way; exactly one field."""
+
+    json_: Annotated[Any, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+
+
 class GenerationBody(Body):
     """Fields that completions and chat share. None means: use the server's default."""
 
@@ -54,6 +81,16 @@ class GenerationBody(Body):
     prompt_logprobs: Count | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Int32 | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -89,12 +126,6 @@ class ChatMessage(Body):
     function_call: None = None
 
 
-class ResponseFormat(Body):
-    """Only plain text; constrained output is refused rather than left unconstrained."""
-
-    type: Literal["text"]
-
-
 class TemplateBody(Body):
     """Fields that decide how messages become a prompt."""
 
@@ -116,7 +147,6 @@ class ChatBody(GenerationBody, TemplateBody):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     audio: None = None

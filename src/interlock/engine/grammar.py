@@ -1,0 +1,201 @@
+"""Constrained requests in a scheduler's process: compiled beside the loop, applied to their rows' logits."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from interlock.engine.messages import AddRequest
+from interlock.plan.launch_plan import LaunchPlan
+from interlock.structured.compiler import GrammarCompiler, GrammarError
+from interlock.structured.spec import GrammarSpec
+from interlock.structured.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    import xgrammar
+
+COMPILED_AT_HAND = 256
+PREPARE_FROM_TOKENS = 8192
+"""Vocabularies from this size on are made ready while weights are read; smaller ones take milliseconds."""
+_NOT_AFTER = {
+    0xE0: range(0x80, 0xA0),
+    0xED: range(0xA0, 0xC0),
+    0xF0: range(0x80, 0x90),
+    0xF4: range(0x90, 0xC0),
+}
+"""First bytes of characters, and second bytes that would make them no UTF-8 (Unicode 17, table 3-7)."""
+
+
+class TokenBits:
+    """What applying a grammar needs to know of a vocabulary.
+
+    Tokens of single bytes could spell overlong forms and surrogates, which are no UTF-8 and which grammars
+    let through; so what may follow a token that ends in the first byte of a character is kept here.
+
+    Args:
+        texts: bytes by token id, as many as the logits are wide.
+    """
+
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        self.width = len(texts)
+        self.words = torch.empty((1, -(-self.width // 32)), dtype=torch.int32)
+        self._blank = np.array(
+            [i for i, text in enumerate(texts) if any(byte < 0x20 and byte not in b"\n\r" for byte in text)],
+            dtype=np.int64,
+        )
+        self._lead = {i: text[-1] for i, text in enumerate(texts) if text and text[-1] in _NOT_AFTER}
+        self._banned = {
+            lead: np.array([i for i, text in enumerate(texts) if text and text[0] in second], dtype=np.int64)
+            for lead, second in _NOT_AFTER.items()
+        }
+
+    def unpacked(self, last_token: int, *, is_json: bool) -> torch.Tensor:
+        """The tokens that ``words`` allows after ``last_token``, as bool [V] on the host.
+
+        Args:
+            is_json: leave out control characters, which grammars of bounded strings let through and JSON
+                does not (it may still use line ends between its tokens).
+        """
+        packed = self.words[0].numpy().view(np.uint8)
+        allowed = np.unpackbits(packed, count=self.width, bitorder="little").view(np.bool_)
+        if is_json:
+            allowed[self._blank] = False
+        lead = self._lead.get(last_token)
+        if lead is not None:
+            allowed[self._banned[lead]] = False
+        return torch.from_numpy(allowed)
+
+
+class Compiled:
+    """A compiled grammar. ``bits`` is shared by all grammars of a vocabulary: one thread applies them."""
+
+    __slots__ = ("bits", "grammar", "is_json")
+
+    def __init__(self, grammar: xgrammar.CompiledGrammar, bits: TokenBits, *, is_json: bool) -> None:
+        self.grammar = grammar
+        self.bits = bits
+        self.is_json = is_json
+
+
+class GrammarState:
+    """How far one request's answer has come in its grammar.
+
+    Args:
+        after_token: the constraint begins after this token; None is from the start.
+    """
+
+    __slots__ = ("_after_token", "_bits", "_is_json", "_last_token", "_matcher")
+
+    def __init__(self, compiled: Compiled, after_token: int | None = None) -> None:
+        from xgrammar import GrammarMatcher
+
+        self._matcher = GrammarMatcher(compiled.grammar)
+        self._bits = compiled.bits
+        self._is_json = compiled.is_json
+        self._after_token = after_token
+        self._last_token = -1
+
+    def forbid(self, row: torch.Tensor) -> None:
+        """Set the logits [V] of tokens that cannot come next to minus infinity, in place."""
+        if self._after_token is not None:
+            return
+        if self._matcher.is_terminated():
+            row.fill_(-torch.inf)
+            return
+        self._matcher.fill_next_token_bitmask(self._bits.words, 0)
+        allowed = self._bits.unpacked(self._last_token, is_json=self._is_json)
+        row.masked_fill_(~allowed.to(row.device), -torch.inf)
+
+    def accept(self, token_id: int) -> None:
+        """Take in the token that was chosen (an end token ends the grammar)."""
+        if self._after_token is not None:
+            if token_id == self._after_token:
+                self._after_token = None
+            return
+        if not self._matcher.is_terminated():
+            self._matcher.accept_token(token_id)
+        self._last_token = token_id
+
+
+class GrammarGate:
+    """Holds constrained requests back until their grammar is compiled. Never blocks the loop that asks.
+
+    Held requests are in no queue of the scheduler and take none of its slots.
+    """
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        self._plan = plan
+        self._compiler: GrammarCompiler | None = None
+        self._bits: dict[tuple[int, ...], TokenBits] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="interlock-grammar")
+        self._at_hand: OrderedDict[bytes, Compiled] = OrderedDict()
+        self._held: dict[str, tuple[AddRequest, Future[Compiled]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def prepare(self) -> None:
+        """Make the compiler ready in the background, where that takes long."""
+        if self._plan.card.vocab_size >= PREPARE_FROM_TOKENS:
+            self._thread.submit(self._ready_compiler)
+
+    def take(self, message: AddRequest) -> GrammarState | None:
+        """The request's grammar when it is at hand; None when the request is held for it now."""
+        spec = message.grammar
+        assert spec is not None
+        compiled = self._at_hand.get(spec.key)
+        if compiled is not None:
+            self._at_hand.move_to_end(spec.key)
+            return GrammarState(compiled, spec.after_token)
+        self._held[message.request_id] = (message, self._thread.submit(self._compile, spec))
+        return None
+
+    def drop(self, request_id: str) -> bool:
+        """Forget a held request; whether there was one."""
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            held[1].cancel()
+        return held is not None
+
+    def released(self) -> list[tuple[AddRequest, GrammarState | str]]:
+        """Requests whose compiling has ended, with the grammar or what is wrong with it, as they arrived."""
+        done = [name for name, (_, future) in self._held.items() if future.done()]
+        return [self._release(*self._held.pop(name)) for name in done]
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _release(
+        self, message: AddRequest, future: Future[Compiled]
+    ) -> tuple[AddRequest, GrammarState | str]:
+        assert message.grammar is not None
+        try:
+            compiled = future.result()
+        except GrammarError as error:
+            return message, str(error)
+        self._at_hand[message.grammar.key] = compiled
+        if len(self._at_hand) > COMPILED_AT_HAND:
+            self._at_hand.popitem(last=False)
+        return message, GrammarState(compiled, message.grammar.after_token)
+
+    def _ready_compiler(self) -> GrammarCompiler:
+        if self._compiler is None:
+            plan = self._plan
+            vocabulary = Vocabulary.load(
+                plan.model_path, size=plan.card.vocab_size, stop_ids=plan.card.eos_token_ids
+            )
+            self._compiler = GrammarCompiler(vocabulary, threads=plan.threads)
+        return self._compiler
+
+    def _compile(self, spec: GrammarSpec) -> Compiled:
+        compiler = self._ready_compiler()
+        bits = self._bits.get(spec.markers)
+        if bits is None:
+            bits = self._bits[spec.markers] = TokenBits(compiler.vocabulary.texts(spec.markers))
+        is_json = spec.kind in ("json_schema", "structural_tag")
+        return Compiled(compiler.compile(spec), bits, is_json=is_json)
