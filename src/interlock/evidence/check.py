@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_origin
 
 import msgspec
 
@@ -66,6 +66,8 @@ def recorded_plan(raw: dict[str, Any]) -> RecordedPlan:
 
 
 def _neutral(kind: Any) -> Any:
+    if get_origin(kind) is tuple:
+        return ()
     return {str: "", int: 0, bool: False, float: 0.0}.get(kind)
 
 
