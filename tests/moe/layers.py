@@ -96,13 +96,18 @@ class Weights:
 
 
 def build_layer(
-    weights: Weights, *, groups: Groups | None = None, kernels: str = "torch", **plan: Any
+    weights: Weights,
+    *,
+    groups: Groups | None = None,
+    kernels: str = "torch",
+    device: str = "cpu",
+    **plan: Any,
 ) -> tuple[MoELayer, MoEContext]:
     """A loaded layer in a context built from a plan with ``plan`` overrides."""
     card = make_model_card(weights.card, weights.hidden_size)
     launch = make_plan(card, kernels=kernels, **plan)
     context = build_moe_context(
-        launch, groups or Groups.single(), get_kernels(kernels, threads=1), torch.device("cpu")
+        launch, groups or Groups.single(), get_kernels(kernels, threads=1), torch.device(device)
     )
     layer = MoELayer(weights.card, weights.hidden_size, 0, context)
     weights.load_into(layer)
