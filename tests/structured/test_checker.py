@@ -35,7 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check(folder: Path) -> Iterator[Check]:
     """Checks grammars in one loop with one checker; returns what is wrong, None for nothing."""
     loop = asyncio.new_event_loop()
-    checker = GrammarChecker(fake_plan(model_path=str(folder)), GrammarLimits(seconds=1.0, processes=1))
+    checker = GrammarChecker(
+        fake_plan(model_path=str(folder)), GrammarLimits(seconds=1.0, memory=16 << 30, processes=1)
+    )
 
     async def one(spec: GrammarSpec) -> str | None:
         try:

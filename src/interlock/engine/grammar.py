@@ -189,7 +189,7 @@ class GrammarGate:
             vocabulary = Vocabulary.load(
                 plan.model_path, size=plan.card.vocab_size, stop_ids=plan.card.eos_token_ids
             )
-            self._compiler = GrammarCompiler(vocabulary, threads=plan.threads)
+            self._compiler = GrammarCompiler(vocabulary)
         return self._compiler
 
     def _compile(self, spec: GrammarSpec) -> Compiled:

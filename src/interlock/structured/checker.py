@@ -119,11 +119,11 @@ class _Child:
                 self._start()
             self._send(spec)
             answer = self._receive(seconds)
-        except (OSError, msgspec.DecodeError):
-            answer = None
         except TimeoutError:
             self.kill()
             return f"compiling it takes longer than {seconds:g} seconds"
+        except (OSError, msgspec.DecodeError):
+            answer = None
         if answer is None:
             self.kill()
             return "compiling it ends the compiler (it takes too much memory or nests too deeply)"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 MAX_WHITESPACE = 32
 """Blanks between two tokens of JSON; without a limit a model may write them for ever."""
 CACHE_BYTES = 256 << 20
+MAX_THREADS = 4
 _LOG_PREFIX = re.compile(r"^\[[\d:]+\] \S+?:\d+: (?:Warning: )?", re.MULTILINE)
 
 
@@ -32,10 +34,10 @@ class GrammarCompiler:
         GrammarError: xgrammar is not installed.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, threads: int = 1) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._xgrammar = _import_xgrammar()
-        self._threads = threads
+        self._threads = min(MAX_THREADS, os.cpu_count() or 1)
         self._compilers: dict[tuple[int, ...], Any] = {}
 
     def compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:

@@ -26,6 +26,8 @@ from interlock.structured.vocabulary import Vocabulary
 
 _LENGTH = struct.Struct("<I")
 READY = "ready"
+STACK_BYTES = 6 << 20
+"""Less than a rank's thread has, so that nesting which passes here passes there."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,15 +73,24 @@ def main() -> None:
         os.dup2(warnings.fileno(), 2)
         try:
             vocabulary = Vocabulary.load(setup.model_path, size=setup.vocab_size, stop_ids=setup.stop_ids)
-            compiler = GrammarCompiler(vocabulary, threads=min(4, os.cpu_count() or 1))
+            compiler = GrammarCompiler(vocabulary)
         except InterlockError as error:
             write_frame(answers, str(error))
             return
         write_frame(answers, READY)
         _limit_memory(setup.memory)
-        while True:
-            spec = msgspec.msgpack.decode(frames.get(), type=GrammarSpec)
-            write_frame(answers, _trial(compiler, spec, warnings))
+        threading.stack_size(STACK_BYTES)
+        trials = threading.Thread(target=_try_all, args=(compiler, frames, answers, warnings))
+        trials.start()
+        trials.join()
+
+
+def _try_all(
+    compiler: GrammarCompiler, frames: queue.SimpleQueue[bytes], answers: BinaryIO, warnings: IO[bytes]
+) -> None:
+    while True:
+        spec = msgspec.msgpack.decode(frames.get(), type=GrammarSpec)
+        write_frame(answers, _trial(compiler, spec, warnings))
 
 
 def _trial(compiler: GrammarCompiler, spec: GrammarSpec, warnings: IO[bytes]) -> str:
