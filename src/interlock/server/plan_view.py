@@ -38,7 +38,7 @@ def _item(plan: LaunchPlan, receipts: Observed, group: str, item: str, wrong: se
     if rule.where is Where.NOWHERE:
         observed = rule.reason
     else:
-        observed = observed_text(item, receipts) if seen else "not in this launch"
+        observed = _observed(item, receipts) if seen else "not in this launch"
     return {
         "group": group,
         "item": item,
@@ -48,3 +48,11 @@ def _item(plan: LaunchPlan, receipts: Observed, group: str, item: str, wrong: se
         "observed": observed,
         "verdict": "differs" if item in wrong else "agrees" if seen else "unseen",
     }
+
+
+def _observed(item: str, receipts: Observed) -> str:
+    """As ``item_text`` writes planned values."""
+    text = observed_text(item, receipts)
+    if item == "moe_buffer_bytes" and text.isdigit():
+        return size(int(text))
+    return {"True": "on", "False": "off"}.get(text, text)

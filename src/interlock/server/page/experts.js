@@ -3,7 +3,7 @@
 import { $, cell, make, number, percent, track } from "/page/dom.js";
 
 const TOP = 3;
-const LEFT = 34, HEAD = 18;
+const LEFT = 34, HEAD = 18, RIGHT = 42;
 let shown = null;
 let cursor = { layer: 0, expert: 0 };
 
@@ -34,15 +34,16 @@ export function showExperts(data) {
 }
 
 function geometry() {
-  const room = Math.max(260, $("heat").parentElement.clientWidth - LEFT - 2);
-  const width = Math.max(4, Math.min(26, Math.floor(room / Math.max(1, shown.experts))));
-  return { width, height: Math.max(7, Math.min(20, width)), gap: width > 8 ? 1 : 0 };
+  const room = Math.max(260, $("heat").parentElement.clientWidth - LEFT - RIGHT);
+  const width = Math.max(4, Math.min(44, Math.floor(room / Math.max(1, shown.experts))));
+  const height = Math.max(7, Math.min(20, width, Math.floor(480 / Math.max(1, shown.layers.length))));
+  return { width, height, gap: width > 8 ? 1 : 0 };
 }
 
 function draw() {
   const canvas = $("heat");
   const stops = ramp(), { width, height, gap } = geometry();
-  const across = LEFT + shown.experts * width + 1, down = HEAD + shown.layers.length * height + 1;
+  const across = LEFT + shown.experts * width + RIGHT, down = HEAD + shown.layers.length * height + 1;
   const scale = window.devicePixelRatio || 1;
   canvas.hidden = !shown.layers.length;
   canvas.width = across * scale;
@@ -63,7 +64,10 @@ function draw() {
   context.fillStyle = style.getPropertyValue("--muted");
   const every = Math.max(1, Math.ceil(13 / height));
   shown.layers.forEach((layer, index) => {
-    if (index % every === 0) context.fillText(String(layer), 4, HEAD + index * height + Math.min(height, 12) - 1);
+    if (index % every) return;
+    const baseline = HEAD + index * height + Math.min(height - 1, (height + 9) / 2);
+    context.fillText(String(layer), 4, baseline);
+    context.fillText(`${shown.imbalance[index].toFixed(1)}×`, LEFT + shown.experts * width + 6, baseline);
   });
   context.strokeStyle = style.getPropertyValue("--fg");
   for (const rank of shown.ranks.filter((one) => !one.is_slice)) {

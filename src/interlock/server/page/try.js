@@ -42,8 +42,13 @@ function shade(logprob) {
   return step < 0 ? 4 : step;
 }
 
+// A token that is only part of a character has no text of its own.
 function visible(text) {
   return text.startsWith("bytes:") ? "◌" : text;
+}
+
+function spelled(text) {
+  return text.startsWith("bytes:") ? text.slice(6) : JSON.stringify(text).slice(1, -1) || "(empty)";
 }
 
 function add(token) {
@@ -80,7 +85,7 @@ function show(index, focus) {
   const rows = token.others.some(([text]) => text === token.text) ? token.others : [[token.text, token.logprob], ...token.others];
   $("alternatives").replaceChildren(...rows.slice(0, ALTERNATIVES + 1).map(([text, logprob]) => make(
     "div", text === token.text ? "choice taken" : "choice",
-    make("code", "", JSON.stringify(text).slice(1, -1)), track(Math.exp(logprob)), make("span", "n", percent(logprob)),
+    make("code", "", spelled(text)), track(Math.exp(logprob)), make("span", "n", percent(logprob)),
   )));
 }
 
