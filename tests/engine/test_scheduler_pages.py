@@ -401,3 +401,28 @@ def test_retraction_for_want_of_window_pages(windows: tuple[int | None, ...]) ->
     assert sim.scheduler.stats().retractions_total > 0
     sim.verify_all()
     sim.verify_empty()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_window_pool_for_all_requests_admits_all(cached: bool) -> None:
+    """Requests whose windows are full hold no more pages later, so nothing needs to be kept free for them."""
+    count, window, page = 8, 8, 4
+    each = window // page + 1
+    plan = sim_plan(
+        (window,),
+        page_size=page,
+        window_pages=count * each + 5,
+        chunked_prefill_size=16,
+        max_running_requests=count,
+        prefix_cache=cached,
+    )
+    sim = Simulation(plan)
+    for index in range(count):
+        sim.add(prompt_of(16, salt=index), max_tokens=60, ignore_eos=True)
+    most = 0
+    while sim.scheduler.has_work:
+        sim.step()
+        most = max(most, sim.scheduler.stats().running)
+    assert most == count
+    assert sim.scheduler.stats().retractions_total == 0
+    sim.verify_all()

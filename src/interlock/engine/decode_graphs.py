@@ -18,9 +18,6 @@ from interlock.engine.step import Step
 from interlock.engine.step_buffers import StepBuffers
 from interlock.moe.terms import Phase
 
-WARM_UP_RUNS = 1
-"""Runs before a capture: kernels are compiled and libraries take their workspaces outside of it."""
-
 
 @dataclass(frozen=True, slots=True)
 class DecodeOutput:
@@ -68,17 +65,23 @@ class DecodeGraphs:
         """Buckets that exist as graphs."""
         return tuple(sorted(self._captured))
 
+    def run_once(self) -> None:
+        """Run every bucket eagerly: kernels are compiled and libraries take their workspaces."""
+        for size in self.sizes:
+            self._compute(self._buffers.step(size))
+
     def capture(self) -> None:
-        """Capture every bucket, the largest first: smaller ones fit into the memory that it has taken."""
+        """Capture every bucket, the largest first: smaller ones fit into the memory that it has taken.
+
+        ``run_once`` must have been called.
+        """
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._compute(self._buffers.step(self.sizes[0]))
         for size in reversed(self.sizes):
             step = self._buffers.step(size)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP_RUNS):
-                    self._compute(step)
-            torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 output = self._compute(step)

@@ -65,16 +65,22 @@ class ModelRunner:
 
         Then capture the decode steps that the plan wants as CUDA graphs.
         """
-        for step in warm_up_steps(self.plan, self.device):
-            hidden = self._forward(step)
-            self.logits(hidden[-1:])
         sizes = self.plan.cuda_graph_sizes
         if sizes:
             space = Space(full=self.plan.full_pages > 0, window=self.plan.window_pages > 0)
             pages = -(-self.plan.max_model_len // self.plan.page_size)
             buffers = StepBuffers(max(sizes), pages, space, self.device)
             self.graphs = DecodeGraphs(sizes, self._forward, self.logits, buffers)
+        self.kernels.compile_ahead(self._run_once)
+        self._run_once()
+        if self.graphs is not None:
             self.graphs.capture()
+
+    def _run_once(self) -> None:
+        for step in warm_up_steps(self.plan, self.device):
+            self.logits(self._forward(step)[-1:])
+        if self.graphs is not None:
+            self.graphs.run_once()
 
     def replay(self, arrays: StepArrays, tokens: torch.Tensor | None = None) -> DecodeOutput | None:
         """A decode step as a CUDA graph; None where it must run eagerly. See ``DecodeGraphs.replay``."""

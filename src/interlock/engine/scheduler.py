@@ -427,7 +427,7 @@ class Scheduler:
         """The cached prefix to admit ``head`` on, or None while there is no room for it.
 
         Room: its pages fit beside what requests in prefill still need and one page for each decoding
-        request; in the window space also a chunk, or a quarter of the space where that is less (a chunk is
+        request that grows; in the window space also a chunk, or a quarter of the space where that is less (a chunk is
         cut to the pages there are). When nobody is admitted it always has room.
         """
         alone = not self._prefilling and not self._decoding
@@ -452,7 +452,7 @@ class Scheduler:
 
     def _has_room(self, head: Request, path: list[Node]) -> bool:
         geometry, store = self.geometry, self.store
-        full = window = len(self._decoding)
+        full, window = len(self._decoding), self._growing_windows()
         for request in self._prefilling:
             more_full, more_window = self._outstanding(request)
             full += more_full
@@ -465,6 +465,14 @@ class Scheduler:
         window += self._window_demand(head) - sum(node.window_refs > 0 for node in path[first:])
         window += min(geometry.pages(min(self.chunk_size, head.num_tokens)), geometry.window_pages // 4)
         return window <= store.window_available()
+
+    def _growing_windows(self) -> int:
+        """Decoding requests that will hold more window pages than now; the others give one back for each new."""
+        if self.geometry.window is None:
+            return 0
+        _, slots = self._decode_order()
+        held = self.table.pages[slots] - self.table.first_window[slots]
+        return int(np.count_nonzero(held < self.geometry.window_pages_for(self._max_model_len, 1)))
 
     def _outstanding(self, request: Request) -> tuple[int, int]:
         """Pages of each space that a request in prefill may still take."""

@@ -11,6 +11,7 @@ hd query/key head size, vd value head size, E local experts, i expert width, h h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,6 +63,10 @@ class Kernels(Protocol):
 
     name: str
     row_invariant: bool
+
+    def compile_ahead(self, rehearse: Callable[[], None]) -> None:
+        """Compile whatever ``rehearse`` would launch, in parallel, before it runs for real. What it computes
+        meanwhile means nothing. A set that is compiled already does not call it."""
 
     def pack_linear(self, weight: torch.Tensor) -> PackedWeight:
         """Pack [N, K] float32 or bfloat16; may free nothing of its input."""

@@ -5,6 +5,8 @@ Any device and any float dtype; float64 inputs are computed in float64, everythi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from interlock.kernels.base import ExpertRows, PackedExperts, PackedWeight
@@ -41,6 +43,9 @@ class TorchKernels:
 
     name = "torch"
     row_invariant = False
+
+    def compile_ahead(self, rehearse: Callable[[], None]) -> None:
+        """Nothing is compiled at a launch."""
 
     def pack_linear(self, weight: torch.Tensor) -> PackedWeight:
         out_features, in_features = weight.shape

@@ -5,6 +5,7 @@ Legend: as in ``kernels/base.py``. float32 and bfloat16 only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -62,6 +63,9 @@ class CpuKernels:
         self.threads = threads
         self._native = native_library()
         self._arena = WeightArena()
+
+    def compile_ahead(self, rehearse: Callable[[], None]) -> None:
+        """Nothing is compiled at a launch."""
 
     def pack_linear(self, weight: torch.Tensor) -> PackedWeight:
         code = _type("weight", weight)

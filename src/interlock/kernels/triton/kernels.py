@@ -7,10 +7,12 @@ torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from interlock.kernels.base import ExpertRows, PackedExperts, PackedWeight
-from interlock.kernels.triton import attention, linear, moe, norm, rope
+from interlock.kernels.triton import attention, compile_ahead, linear, moe, norm, rope
 from interlock.kernels.triton.expert_tensors import GROUP, ExpertTensors, pad_width, quantise_blocks
 from interlock.kernels.triton.row_blocks import RowLists
 from interlock.kernels.triton.tuned import MoeConfig, MoeShape, load_table, nearest
@@ -21,6 +23,9 @@ class TritonKernels:
 
     name = "triton"
     row_invariant = False
+
+    def compile_ahead(self, rehearse: Callable[[], None]) -> None:
+        compile_ahead.compile_ahead(rehearse)
 
     def pack_linear(self, weight: torch.Tensor) -> PackedWeight:
         rows, depth = weight.shape
