@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: torch's 
 
 from interlock.kernels.triton import router  # noqa: E402
 
-HIDDEN = 64
+HIDDEN = 640
 
 
 def device() -> str:
@@ -42,12 +42,15 @@ def routers(card, where: str, *, dtype: torch.dtype = torch.float32) -> tuple[Ro
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("scoring", "biased", "normalise", "experts", "k"),
     [("sigmoid", True, True, 24, 8), ("softmax", False, True, 16, 3), ("softmax", False, False, 8, 8)],
 )
-def test_routes_equal_the_plain_router(scoring, biased, normalise, experts, k, dtype) -> None:
+def test_routes_equal_the_plain_router(
+    monkeypatch, scoring, biased, normalise, experts, k, dtype, many
+) -> None:
     where = device()
     card = make_card(
         experts,
@@ -60,12 +63,14 @@ def test_routes_equal_the_plain_router(scoring, biased, normalise, experts, k, d
     )
     ours, plain = routers(card, where, dtype=dtype)
     hidden = torch.randn(13, HIDDEN, generator=torch.Generator().manual_seed(1)).to(where, torch.bfloat16)
+    if many:
+        monkeypatch.setattr(router, "FEW_TOKENS", 0)
     got, want = ours.route(hidden, 11), plain.route(hidden, 11)
     assert torch.equal(got.ids, want.ids)
-    assert torch.allclose(got.weights, want.weights, rtol=1e-5, atol=1e-7)
+    assert torch.allclose(got.weights, want.weights, rtol=1e-4, atol=1e-6)
     assert bool((got.ids[11:] == -1).all())
     assert bool((got.weights[11:] == 0).all())
-    assert torch.allclose(ours.logits(hidden), plain.logits(hidden), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(ours.logits(hidden), plain.logits(hidden), rtol=1e-5, atol=2e-4)
     count = torch.tensor([4], dtype=torch.int32, device=where)
     counted = ours.route(hidden, 13, count)
     assert torch.equal(counted.ids[:4], got.ids[:4])
@@ -93,6 +98,15 @@ def test_choice_on_nasty_rows() -> None:
     got = router.top_k(logits.to(where), bias.to(where), 4, sigmoid=True, normalise=True)
     assert torch.equal(got[0].cpu(), want.ids)
     assert torch.allclose(got[1].cpu(), want.weights, rtol=1e-5, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_lanes_are_counted_onto_what_was_there() -> None:
+    where = device()
+    ids = torch.tensor([[0, 2, -1], [2, 3, -1], [0, 2, 3]] * 40, device=where)
+    counts = torch.tensor([1, 0, 5, 0, 0], device=where)
+    router.count_lanes(ids, counts)
+    assert counts.tolist() == [81, 80, 5, 120, 80]
 
 
 @pytest.mark.gpu

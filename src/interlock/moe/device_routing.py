@@ -28,7 +28,7 @@ class DeviceRouting:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden bfloat16 [n, h] -> float32 [n, E]."""
-        return self._router.sum_parts(self._router.part_logits(hidden, self._weight), self._weight.parts)
+        return self._router.sum_parts(self._router.part_logits(hidden, self._weight))
 
     def route(
         self,
@@ -39,14 +39,15 @@ class DeviceRouting:
         live_count: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden bfloat16 [n, h] -> ids int64 [n, k], weights float32 [n, k]; see ``Router.route``."""
+        logits = self._router.part_logits(hidden, self._weight)
         return self._router.top_k(
-            self._router.part_logits(hidden, self._weight),
+            logits.values,
             bias,
             card.top_k,
             sigmoid=card.scoring == "sigmoid",
             normalise=card.normalise_top_k,
             scaling=card.routed_scaling_factor,
-            parts=self._weight.parts,
+            parts=logits.parts,
             live_tokens=live_tokens,
             live_count=live_count,
         )

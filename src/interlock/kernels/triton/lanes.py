@@ -23,6 +23,39 @@ def sum_lanes_kernel(rows, ids, out, hidden, lanes: tl.constexpr, block: tl.cons
     tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def few_logits_kernel(
+    x, weight, logits, tokens, x_stride,
+    depth: tl.constexpr, experts: tl.constexpr, splits: tl.constexpr, block_e: tl.constexpr,
+    chunk: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """logits[t, s * experts + e] = row t times expert e over the s-th share of the depth, in float32.
+
+    For few tokens: the share of the weight stays in registers while the tokens pass by.
+    """
+    expert = tl.program_id(0) * block_e + tl.arange(0, block_e)
+    split = tl.program_id(1)
+    inside = tl.arange(0, width)
+    column = split * chunk + inside
+    held = (inside < chunk) & (column < depth)
+    mine = expert < experts
+    where = weight + expert[:, None] * depth + column[None, :]
+    share = tl.load(where, mask=mine[:, None] & held[None, :], other=0.0).to(tl.float32)
+    for token in range(tokens):
+        row = tl.load(x + token * x_stride + column, mask=held, other=0.0).to(tl.float32)
+        total = tl.sum(share * row[None, :], axis=1)
+        tl.store(logits + token * (splits * experts) + split * experts + expert, total, mask=mine)
+
+
+@triton.jit(do_not_specialize=["lanes"])
+def count_lanes_kernel(ids, counts, lanes, block: tl.constexpr):
+    """counts int64: counts[id + 1] grows by the number of lanes that name id; -1 counts at 0."""
+    lane = tl.program_id(0) * block + tl.arange(0, block)
+    live = lane < lanes
+    expert = tl.load(ids + lane, mask=live, other=-1)
+    tl.atomic_add(counts + expert + 1, tl.full([block], 1, tl.int64), mask=live, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["live_tokens"])
 def top_k_kernel(
     logits, bias, live, ids, weights, experts, logits_stride, live_tokens, scaling,

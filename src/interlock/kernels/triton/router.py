@@ -19,13 +19,35 @@ from interlock.kernels.triton.row_blocks import power_of_two
 
 MAX_PARTS = 3
 """A float32 weight of 24 bits is the sum of three bfloat16 of 8 bits."""
+FEW_TOKENS = 32
+"""Tokens up to which our own kernel is used: the vendor's library needs two launches for so few."""
+DEPTH_A_PROGRAM, EXPERTS_A_PROGRAM = 512, 4
 
 
 @dataclass(frozen=True, slots=True)
 class RouterWeight:
-    """bfloat16 [p * E, h] whose p blocks of E rows add up to the weight."""
+    """The weight [E, h] twice: as it is, for few tokens, and in parts for the matrix units.
 
+    Attributes:
+        whole: float32 or bfloat16 [E, h].
+        blocks: bfloat16 [p * E, h] whose p blocks of E rows add up to the weight.
+    """
+
+    whole: torch.Tensor
     blocks: torch.Tensor
+    parts: int
+
+    @property
+    def splits(self) -> int:
+        """Shares of the depth that few tokens are computed in."""
+        return -(-self.whole.shape[1] // DEPTH_A_PROGRAM)
+
+
+@dataclass(frozen=True, slots=True)
+class PartLogits:
+    """float32 [n, p * E]: logits are the sum of the p blocks of columns, added in order."""
+
+    values: torch.Tensor
     parts: int
 
 
@@ -38,26 +60,47 @@ def pack_router(weight: torch.Tensor) -> RouterWeight:
         rest = rest - parts[-1].float()
         if not bool(rest.any()):
             break
-    return RouterWeight(torch.cat(parts).contiguous(), len(parts))
+    return RouterWeight(weight.contiguous(), torch.cat(parts).contiguous(), len(parts))
 
 
-def part_logits(hidden: torch.Tensor, weight: RouterWeight) -> torch.Tensor:
-    """hidden bfloat16 [n, h] -> float32 [n, p * E]; the logits are the sum of the p blocks of columns.
+def part_logits(hidden: torch.Tensor, weight: RouterWeight) -> PartLogits:
+    """hidden bfloat16 [n, h] -> logits in parts: of the depth for few tokens, else of the weight.
 
-    Products of bfloat16 are exact in float32, so the parts cost matrix work but no accuracy.
+    Products of bfloat16 are exact in float32, so parts of the weight cost matrix work but no accuracy.
     """
+    tokens = hidden.shape[0]
+    if 0 < tokens <= FEW_TOKENS:
+        return _few_logits(hidden, weight)
     if hidden.is_cuda:
-        return torch.mm(hidden, weight.blocks.T, out_dtype=torch.float32)
-    return hidden.float() @ weight.blocks.float().T
+        return PartLogits(torch.mm(hidden, weight.blocks.T, out_dtype=torch.float32), weight.parts)
+    return PartLogits(hidden.float() @ weight.blocks.float().T, weight.parts)
 
 
-def sum_parts(logits: torch.Tensor, parts: int) -> torch.Tensor:
-    """float32 [n, p * E] -> [n, E], added in the order of the parts as ``top_k`` does."""
-    blocks = logits.chunk(parts, dim=1)
+def _few_logits(hidden: torch.Tensor, weight: RouterWeight) -> PartLogits:
+    tokens, (experts, depth) = hidden.shape[0], weight.whole.shape
+    splits = weight.splits
+    logits = torch.empty(tokens, splits * experts, dtype=torch.float32, device=hidden.device)
+    lanes.few_logits_kernel[(-(-experts // EXPERTS_A_PROGRAM), splits)](
+        hidden, weight.whole, logits, tokens, hidden.stride(0),
+        depth=depth, experts=experts, splits=splits, block_e=EXPERTS_A_PROGRAM, chunk=DEPTH_A_PROGRAM,
+        width=DEPTH_A_PROGRAM, num_warps=1,
+    )  # fmt: skip
+    return PartLogits(logits, splits)
+
+
+def sum_parts(logits: PartLogits) -> torch.Tensor:
+    """-> float32 [n, E], added in the order of the parts as ``top_k`` does."""
+    blocks = logits.values.chunk(logits.parts, dim=1)
     total = blocks[0]
     for block in blocks[1:]:
         total = total + block
     return total
+
+
+def count_lanes(ids: torch.Tensor, counts: torch.Tensor) -> None:
+    """counts int64 [E + 1] grows: ``counts[i + 1]`` by the lanes of ids int64 that name i (-1 included)."""
+    block = 256
+    lanes.count_lanes_kernel[(-(-ids.numel() // block),)](ids, counts, ids.numel(), block=block, num_warps=4)
 
 
 def top_k(
