@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from interlock.errors import Refusal
@@ -234,3 +235,35 @@ def test_no_name_of_a_backend_is_in_the_planner() -> None:
 def test_declarations_are_complete() -> None:
     assert all(isinstance(backend, A2ABackend) for backend in REGISTERED.a2a.values())
     assert all(isinstance(runner, ExpertRunner) for runner in REGISTERED.runners.values())
+
+
+def test_flashinfer_is_refused_with_its_true_limits() -> None:
+    """On an H200 without the package; on a Blackwell GPU with it; and where it would serve."""
+    card = mimo_card(num_hidden_layers=2, n_routed_experts=16)
+    hopper, blackwell = gpu_machine(gpus=1), gpu_machine(gpus=1, capability="10.0")
+    package = {"flashinfer-python": "0.7.4"}
+    with_package = msgspec.structs.replace(hopper, packages={**hopper.packages, **package})
+    new = msgspec.structs.replace(blackwell, packages={**blackwell.packages, **package})
+    for runner, facts, words in (
+        ("flashinfer_cutlass", hopper, "needs the package flashinfer-python>=0.6, which is not installed"),
+        ("flashinfer_cutlass", new, "needs a GPU of compute capability 9.0, not 10.0"),
+        ("flashinfer_trtllm", with_package, "needs a GPU of compute capability 10.0 to 10.9, not 9.0"),
+        ("flashinfer_trtllm", new, "no adapter in this version"),
+    ):
+        with pytest.raises(Refusal) as caught:
+            resolve(Options.of(model="m", moe_runner_backend=runner), card, facts)
+        assert words in caught.value.rule
+        assert caught.value.alternatives
+    options = Options.of(model="m", moe_runner_backend="flashinfer_cutlass")
+    assert resolve(options, card, with_package).expert_weight_format == "fp8_block"
+
+
+def test_auto_says_what_it_chose_and_what_it_passed_over() -> None:
+    card = mimo_card(num_hidden_layers=2, n_routed_experts=16)
+    reason = resolve(Options.of(model="m"), card, gpu_machine(gpus=1)).provenance["moe_runner_backend"].reason
+    assert "computes fp8_block weights on cuda in layouts of --moe-a2a-backend none" in reason
+    assert "deep_gemm needs the package sgl-deep-gemm" in reason or "fastest_fp8 needs the package" in reason
+    old = resolve(Options.of(model="m"), card, gpu_machine(gpus=1, capability="8.0"))
+    assert "triton_fp8 needs a GPU of compute capability 9.0 to 9.9, not 8.0" in (
+        old.provenance["moe_runner_backend"].reason
+    )

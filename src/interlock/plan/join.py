@@ -121,7 +121,7 @@ def runner_problem(runner: ExpertRunner, here: Situation) -> str | None:
         return problem
     if here.deterministic and not runner.row_invariant:
         return "is not row-invariant, which --deterministic needs"
-    return package_problem(runner.packages, here.facts)
+    return package_problem(runner.packages, here.facts) or runner.missing or None
 
 
 def capability_problem(runner: ExpertRunner, here: Situation) -> str | None:

@@ -96,7 +96,12 @@ def _decide_runner(
         )
     chosen = working[0]
     better = "; ".join(f"{name} {problem}" for name, problem in _before(verdicts, chosen))
-    reason = f"first of {', '.join(working)} by declared priority for --moe-a2a-backend {backend.name}"
+    runner = declared.runners[chosen]
+    held = here.dtype if runner.dequantises else here.weight_format
+    reason = (
+        f"first of {', '.join(working)} by declared priority: computes {held} weights on {here.device} "
+        f"in layouts of --moe-a2a-backend {backend.name}"
+    )
     return rule(chosen, reason + (f" (passed over: {better})" if better else ""))
 
 

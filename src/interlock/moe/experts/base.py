@@ -33,6 +33,7 @@ class ExpertRunner:
         kernels: kernel sets it works with; empty for any.
         packages: distributions that must be installed.
         row_invariant: with row-invariant kernels, a row's bits do not depend on the rows beside it.
+        missing: what this version lacks to run it on any machine; "" when it lacks nothing.
         alignment: multiple at which it needs expert segments of the contiguous layout to start.
         priority: among the runners that fit, ``auto`` takes the highest (reference 0, portable 10,
             fast 20, specialised 30).
@@ -55,6 +56,7 @@ class ExpertRunner:
     min_capability: tuple[int, int] = (0, 0)
     max_capability: tuple[int, int] | None = None
     hidden_multiple: int = 1
+    missing: str = ""
     priority: int = 0
 
 

@@ -14,6 +14,8 @@ BUILT_IN = (
     "interlock.moe.experts.triton_fp8:RUNNER",
     "interlock.moe.experts.deep_gemm:RUNNER",
     "interlock.moe.experts.fastest_fp8:RUNNER",
+    "interlock.moe.experts.flashinfer_cutlass:RUNNER",
+    "interlock.moe.experts.flashinfer_trtllm:RUNNER",
 )
 
 
