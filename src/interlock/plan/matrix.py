@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 
 import msgspec
 
@@ -30,7 +31,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def matrix(declared: Declarations, facts: MachineFacts, *, device: str, kernels: str) -> Iterator[Cell]:
-    """Every combination of what is registered, for one node and a hidden size that suits the backend."""
+    """Every combination of what is registered, for one node and a hidden size that suits both."""
     formats = sorted({name for runner in declared.runners.values() for name in runner.weight_formats})
     for backend in declared.a2a.values():
         for runner in declared.runners.values():
@@ -40,7 +41,7 @@ def matrix(declared: Declarations, facts: MachineFacts, *, device: str, kernels:
                     kernels=kernels,
                     dtype="float32" if weight_format == "float32" else "bfloat16",
                     weight_format=weight_format,
-                    hidden_size=backend.hidden_multiple,
+                    hidden_size=lcm(backend.hidden_multiple, runner.hidden_multiple),
                     nnodes=1,
                     deterministic=False,
                     facts=facts,
