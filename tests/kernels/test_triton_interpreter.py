@@ -51,6 +51,40 @@ def test_row_lists_equal_a_stable_sort(tokens, k, experts, block_rows, unused) -
         assert bool((got.place_of_lane[~live] == -1).all())
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 40])
+def test_rows_are_quantised_beside_the_lists(tokens) -> None:
+    ids, weights = random_routes(tokens, 4, 5, device="cpu", unused=0.2)
+    x = torch.randn(tokens, 1280)
+    lists, values, scales = moe.lists_and_rows(x, ids, weights, 5, 16)
+    alone = moe.token_lists(ids, weights, 5, 16)
+    blocks, places = int(alone.block_count), int((ids >= 0).sum())
+    assert torch.equal(lists.blocks[:, :blocks], alone.blocks[:, :blocks])
+    for name in ("source", "target", "weight"):
+        assert torch.equal(getattr(lists, name)[:places], getattr(alone, name)[:places]), name
+    wanted, wanted_scales = quantise_rows(x)
+    assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(scales, wanted_scales)
+
+
+def test_lists_with_room_for_more_are_walked_over(monkeypatch) -> None:
+    monkeypatch.setattr(moe, "SPARSE_PROGRAMS", 3)
+    config = MoeConfig(16, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))
+    experts = float32_experts(4, 96, 64)
+    counts = torch.tensor([0, 17, 3, 0], dtype=torch.int32)
+    x = torch.randn(4 * 40, 96)
+    lists = moe.segment_lists(counts, None, 40, 160, None, 16)
+    assert lists.sparse
+    out = torch.full((160, 96), float("nan"))
+    moe.compute(x, None, experts, lists, out, config)
+    filled = torch.cat((torch.arange(40, 57), torch.arange(80, 83)))
+    ids = torch.tensor([1] * 17 + [2] * 3)[:, None]
+    want = reference_lanes(x[filled], ids, torch.ones(20, 1), experts)[:, 0]
+    assert relative(out[filled], want) < 1e-5
+    rest = torch.ones(160, dtype=torch.bool)
+    rest[filled] = False
+    assert bool(out[rest].isnan().all())
+
+
 def test_segments_are_cut_into_blocks() -> None:
     counts = torch.tensor([0, 1, 40, 17], dtype=torch.int32)
     psum = torch.tensor([0, 1, 56, 81], dtype=torch.int32)

@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 
+from interlock.kernels.availability import triton_unavailable
 from interlock.kernels.base import Kernels
 from interlock.plan.card import ExpertsCard
 
@@ -51,6 +55,29 @@ class DeviceRouting:
             live_tokens=live_tokens,
             live_count=live_count,
         )
+
+
+@cache
+def _counter() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+    """The kernel that counts lanes, where there is one."""
+    if triton_unavailable() is not None:
+        return None
+    from interlock.kernels.triton.router import count_lanes
+
+    return count_lanes
+
+
+def add_lane_counts(ids: torch.Tensor, counts: torch.Tensor) -> None:
+    """counts int64 [L + 1] on a device grows: ``counts[i + 1]`` by the lanes of ids int64 naming i (or -1).
+
+    Nothing waits for the host: it can be captured.
+    """
+    counter = _counter()
+    if counter is not None and ids.numel():
+        counter(ids.contiguous(), counts)
+        return
+    lanes = ids.flatten() + 1
+    counts.scatter_add_(0, lanes, torch.ones_like(lanes))
 
 
 def device_routing(kernels: Kernels, card: ExpertsCard, weight: torch.Tensor) -> DeviceRouting | None:

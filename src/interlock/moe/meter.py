@@ -14,6 +14,7 @@ from typing import Final, Protocol
 import torch
 
 from interlock.moe.a2a.base import ExpertInput, ReplicatedRows
+from interlock.moe.device_routing import add_lane_counts
 from interlock.moe.layouts import count_lanes
 from interlock.moe.terms import Phase
 
@@ -200,7 +201,6 @@ class LoadMeter:
         if not isinstance(rows, ReplicatedRows):
             own[1:] += rows.counts
         elif self._on_device:
-            lanes = rows.ids.flatten() + 1
-            own.scatter_add_(0, lanes, torch.ones_like(lanes))
+            add_lane_counts(rows.ids, own)
         else:
             own[1:] += count_lanes(rows.ids, self._experts)

@@ -8,6 +8,7 @@ Legend: n tokens, k lanes a token, h hidden size, i expert width, E local expert
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from interlock.kernels.triton import grouped_gemm, lanes, pipelined, route_lists
 from interlock.kernels.triton.expert_tensors import GROUP, ExpertTensors
-from interlock.kernels.triton.fp8_rows import quantise_rows
+from interlock.kernels.triton.fp8_rows import GROUPS_A_PROGRAM, quantise_rows
 from interlock.kernels.triton.row_blocks import (
     FEW_LANES,
     RowLists,
@@ -37,23 +38,79 @@ def token_lists(
 
     ``sparse``: most lanes are expected to be -1.
     """
+    return _token_lists(ids, weights, experts, block_rows, sparse, None)
+
+
+def lists_and_rows(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    experts: int,
+    block_rows: int,
+    *,
+    sparse: bool = False,
+) -> tuple[RowLists, torch.Tensor, torch.Tensor]:
+    """``token_lists``, and beside them ``quantise_rows`` of x [n, h]: e4m3 [n, h], scales [h / 128, n].
+
+    The rows are quantised by programs of a launch that the lists need anyhow.
+    """
+    rows, width = x.shape
+    quantised = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(width // GROUP, rows, dtype=torch.float32, device=x.device)
+    beside = _Quantisation(x, quantised, scales)
+    return _token_lists(ids, weights, experts, block_rows, sparse, beside), quantised, scales
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantisation:
+    """Rows that programs of another launch quantise."""
+
+    x: torch.Tensor
+    out: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def programs(self) -> int:
+        rows, width = self.x.shape
+        return rows * -(-width // (GROUP * GROUPS_A_PROGRAM))
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+        return self.x, self.out, self.scales, self.x.stride(0), self.x.shape[0]
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"depth": self.x.shape[1], "groups": GROUPS_A_PROGRAM}
+
+
+def _token_lists(
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    experts: int,
+    block_rows: int,
+    sparse: bool,
+    beside: _Quantisation | None,
+) -> RowLists:
     tokens, k = ids.shape
     count = tokens * k
     blocks = max_row_blocks(count, experts, block_rows)
     sizes = (count, count, count, 5 * blocks, 1)
     source, target, places, table, total = int32_arrays(sizes, ids.device)
     placed = None if weights is None else torch.empty(count, dtype=torch.float32, device=ids.device)
-    has = {"has_weights": weights is not None}
     place_of_lane = None
     if count <= FEW_LANES and tokens <= block_rows:
         width = power_of_two(max(count, 16))
-        route_lists.few_lanes_kernel[(1,)](
-            ids, weights, source, target, placed, table, total, count, k, blocks,
-            **has, width=width, num_warps=4 if width <= 64 else 8,
-        )  # fmt: skip
+        lists = (ids, weights, source, target, placed, table, total, count, k, blocks)
+        constants = {"has_weights": weights is not None, "width": width, "num_warps": 4 if width <= 64 else 8}
+        if beside is None:
+            route_lists.few_lanes_kernel[(1,)](*lists, **constants)
+        else:
+            route_lists.few_lanes_quantise_kernel[(1 + beside.programs,)](
+                *lists, *beside.arguments, **constants, **beside.constants
+            )
     else:
         _chunked_lists(
-            ids, weights, source, target, placed, places, (table, total), blocks, experts, block_rows
+            ids, weights, source, target, placed, places, (table, total), blocks, experts, block_rows, beside
         )
         place_of_lane = places.view(tokens, k)
     return RowLists(
@@ -81,6 +138,7 @@ def _chunked_lists(
     max_blocks: int,
     experts: int,
     block_rows: int,
+    beside: _Quantisation | None,
 ) -> None:
     count, k = ids.numel(), ids.shape[1]
     chunk = 256 if count <= 16384 else 1024
@@ -88,7 +146,12 @@ def _chunked_lists(
     bins = power_of_two(experts + 1)
     histogram = torch.empty(chunks, bins, dtype=torch.int32, device=ids.device)
     tile = max(1, 4096 // bins)
-    route_lists.histogram_kernel[(chunks,)](ids, histogram, count, chunk=chunk, bins=bins)
+    if beside is None:
+        route_lists.histogram_kernel[(chunks,)](ids, histogram, count, chunk=chunk, bins=bins)
+    else:
+        route_lists.histogram_quantise_kernel[(chunks + beside.programs,)](
+            ids, histogram, count, chunks, *beside.arguments, chunk=chunk, bins=bins, **beside.constants
+        )
     route_lists.scan_kernel[(1,)](
         histogram, *cuts, chunks, experts, max_blocks,
         bins=bins, tile=tile, block_rows=block_rows, num_warps=8,

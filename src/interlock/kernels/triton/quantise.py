@@ -22,19 +22,27 @@ def to_fp8(values, axis: tl.constexpr):
     return tl.clamp(scaled, -FP8_MAX, FP8_MAX).to(tl.float8e4nv), scale
 
 
-@triton.jit(do_not_specialize=["rows", "scale_stride"])
-def quantise_kernel(
-    x, out, scales, rows, row_stride, width: tl.constexpr, groups: tl.constexpr, scale_stride
+@triton.jit
+def quantise_part(
+    x, out, scales, row, part, row_stride, width: tl.constexpr, groups: tl.constexpr, scale_stride
 ):
-    """x [rows, width] -> out e4m3 [rows, width], scales [width / 128, scale_stride]."""
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * groups + tl.arange(0, groups)
+    """The ``part``-th ``groups`` groups of one row (int64) of ``quantise_kernel``."""
+    group = part * groups + tl.arange(0, groups)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     live = column < width
     values = tl.load(x + row * row_stride + column, mask=live, other=0.0).to(tl.float32)
     quantised, scale = to_fp8(values, 1)
     tl.store(out + row * width + column, quantised, mask=live)
     tl.store(scales + group.to(tl.int64) * scale_stride + row, scale, mask=group * 128 < width)
+
+
+@triton.jit(do_not_specialize=["rows", "scale_stride"])
+def quantise_kernel(
+    x, out, scales, rows, row_stride, width: tl.constexpr, groups: tl.constexpr, scale_stride
+):
+    """x [rows, width] -> out e4m3 [rows, width], scales [width / 128, scale_stride]."""
+    row = tl.program_id(0).to(tl.int64)
+    quantise_part(x, out, scales, row, tl.program_id(1), row_stride, width, groups, scale_stride)
 
 
 @triton.jit(do_not_specialize=["scale_stride"])

@@ -17,13 +17,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from interlock.kernels.triton.quantise import quantise_part
 
-@triton.jit(do_not_specialize=["lanes", "max_blocks"])
-def few_lanes_kernel(
+
+@triton.jit
+def _few_lanes(
     ids, weights, source, target, weight, blocks, block_count, lanes, k, max_blocks,
     has_weights: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """The whole job in one program, for at most ``width`` lanes and one block an expert."""
     lane = tl.arange(0, width)
     expert = tl.load(ids + lane, mask=lane < lanes, other=-1).to(tl.int32)
     row, column = lane[:, None], lane[None, :]
@@ -51,13 +52,74 @@ def few_lanes_kernel(
     tl.store(blocks + total + lane, -1, mask=total + lane < max_blocks)
 
 
+@triton.jit(do_not_specialize=["lanes", "max_blocks"])
+def few_lanes_kernel(
+    ids, weights, source, target, weight, blocks, block_count, lanes, k, max_blocks,
+    has_weights: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """The whole job in one program, for at most ``width`` lanes and one block an expert."""
+    _few_lanes(
+        ids, weights, source, target, weight, blocks, block_count, lanes, k, max_blocks, has_weights, width
+    )
+
+
+@triton.jit(do_not_specialize=["lanes", "max_blocks", "scale_stride"])
+def few_lanes_quantise_kernel(
+    ids, weights, source, target, weight, blocks, block_count, lanes, k, max_blocks,
+    x, out, scales, row_stride, scale_stride,
+    has_weights: tl.constexpr, width: tl.constexpr, depth: tl.constexpr, groups: tl.constexpr,
+):  # fmt: skip
+    """``few_lanes_kernel`` in the first program, ``quantise.quantise_kernel`` in the others."""
+    if tl.program_id(0) == 0:
+        _few_lanes(
+            ids,
+            weights,
+            source,
+            target,
+            weight,
+            blocks,
+            block_count,
+            lanes,
+            k,
+            max_blocks,
+            has_weights,
+            width,
+        )
+    else:
+        _quantise_one(x, out, scales, tl.program_id(0) - 1, row_stride, depth, groups, scale_stride)
+
+
+@triton.jit
+def _quantise_one(x, out, scales, index, row_stride, depth: tl.constexpr, groups: tl.constexpr, scale_stride):
+    parts: tl.constexpr = (depth + groups * 128 - 1) // (groups * 128)
+    row = (index // parts).to(tl.int64)
+    quantise_part(x, out, scales, row, index % parts, row_stride, depth, groups, scale_stride)
+
+
+@triton.jit
+def _histogram(ids, histogram, index, lanes, chunk: tl.constexpr, bins: tl.constexpr):
+    lane = index * chunk + tl.arange(0, chunk)
+    expert = tl.load(ids + lane, mask=lane < lanes, other=-1).to(tl.int32)
+    counts = tl.histogram(tl.where(expert < 0, bins - 1, expert), bins)
+    tl.store(histogram + index * bins + tl.arange(0, bins), counts)
+
+
 @triton.jit(do_not_specialize=["lanes"])
 def histogram_kernel(ids, histogram, lanes, chunk: tl.constexpr, bins: tl.constexpr):
     """histogram int32 [C, bins]: how many lanes of each chunk go to each expert."""
-    lane = tl.program_id(0) * chunk + tl.arange(0, chunk)
-    expert = tl.load(ids + lane, mask=lane < lanes, other=-1).to(tl.int32)
-    counts = tl.histogram(tl.where(expert < 0, bins - 1, expert), bins)
-    tl.store(histogram + tl.program_id(0) * bins + tl.arange(0, bins), counts)
+    _histogram(ids, histogram, tl.program_id(0), lanes, chunk, bins)
+
+
+@triton.jit(do_not_specialize=["lanes", "chunks", "scale_stride"])
+def histogram_quantise_kernel(
+    ids, histogram, lanes, chunks, x, out, scales, row_stride, scale_stride,
+    chunk: tl.constexpr, bins: tl.constexpr, depth: tl.constexpr, groups: tl.constexpr,
+):  # fmt: skip
+    """``histogram_kernel`` in the first ``chunks`` programs, ``quantise.quantise_kernel`` in the others."""
+    if tl.program_id(0) < chunks:
+        _histogram(ids, histogram, tl.program_id(0), lanes, chunk, bins)
+    else:
+        _quantise_one(x, out, scales, tl.program_id(0) - chunks, row_stride, depth, groups, scale_stride)
 
 
 @triton.jit

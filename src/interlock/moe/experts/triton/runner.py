@@ -60,7 +60,10 @@ class GroupedRunner(ABC):
             if scales is not None and not self._tensors.fp8:
                 x, scales = dequantise_rows(x, scales, self._spec.dtype), None
             config = self._config(self._filled(rows, places))
-            lists = self._row_lists(rows, places, config.block_rows)
+            if self._tensors.fp8 and isinstance(rows, ReplicatedRows) and scales is None:
+                lists, x, scales = self._lists_and_rows(rows, config)
+            else:
+                lists = self._row_lists(rows, places, config.block_rows)
             moe.compute(x, scales, self._tensors, lists, out.view(-1, hidden), config)
         self._calls += 1
         self._rows += places
@@ -83,6 +86,23 @@ class GroupedRunner(ABC):
         if isinstance(rows, ReplicatedRows):
             return self._spec.local_rows(places)
         return max(1, places // SLAB_FILL) if isinstance(rows, MaskedRows) else places
+
+    def _lists_and_rows(
+        self, rows: ReplicatedRows, config: MoeConfig
+    ) -> tuple[RowLists, torch.Tensor, torch.Tensor | None]:
+        """Lists, and rows quantised beside them (scales [n, h / 128]) where the GEMMs gather them."""
+        if config.pipelined:
+            return self._row_lists(rows, rows.ids.numel(), config.block_rows), rows.rows, None
+        held, lanes = self._spec.num_experts, rows.ids.numel()
+        lists, values, scales = moe.lists_and_rows(
+            rows.rows,
+            rows.ids,
+            rows.weights,
+            held,
+            config.block_rows,
+            sparse=self._spec.local_rows(lanes) < lanes,
+        )
+        return lists, values, scales.T
 
     def _row_lists(self, rows: ExpertInput, places: int, block_rows: int) -> RowLists:
         if isinstance(rows, ReplicatedRows):
