@@ -253,8 +253,8 @@ def test_rope_and_store_equals_the_torch_kernels(
         "slots": slots,
         "value_scale": 0.6,
     }
-    got = kernels.rope_and_store(q, k, v, k_cache=caches[0][0], v_cache=caches[0][1], **arguments)
     want = REFERENCE.rope_and_store(q, k, v, k_cache=caches[1][0], v_cache=caches[1][1], **arguments)
+    got = kernels.rope_and_store(q, k, v, k_cache=caches[0][0], v_cache=caches[0][1], **arguments)
     for ours, theirs in ((got, want), (caches[0][0], caches[1][0]), (caches[0][1], caches[1][1])):
         assert relative(ours, theirs) < 2e-3
 

@@ -165,7 +165,7 @@ def test_rope_and_store_equals_the_torch_kernels() -> None:
         "slots": torch.tensor([0, 7, -1, 11, 4]),
         "value_scale": 0.7,
     }
-    got = KERNELS.rope_and_store(q, k, v, k_cache=caches[0][0], v_cache=caches[0][1], **arguments)
+    got = KERNELS.rope_and_store(q.clone(), k, v, k_cache=caches[0][0], v_cache=caches[0][1], **arguments)
     want = REFERENCE.rope_and_store(q, k, v, k_cache=caches[1][0], v_cache=caches[1][1], **arguments)
     for ours, theirs in ((got, want), *zip(*caches, strict=True)):
         assert relative(ours, theirs) < 1e-6

@@ -112,7 +112,8 @@ class Kernels(Protocol):
 
         q [n, nh, hd], k [n, kvh, hd], v [n, kvh, vd]; positions int64 [n]; cos_sin float32 [max_pos, r]
         (cos of the r/2 frequencies, then sin); k_cache [pages, page_size, kvh, hd], v_cache
-        [pages, page_size, kvh, vd]; slots int64 [n], -1 writes nothing. Returns the rotated q, [n, nh, hd].
+        [pages, page_size, kvh, vd]; slots int64 [n], -1 writes nothing. Returns the rotated q, [n, nh, hd],
+        which may be q itself, rotated in place.
         """
 
     def paged_attention(

@@ -108,8 +108,9 @@ def _attend(
     q_row, q_head, k_slot, v_slot,
     heads: tl.constexpr, group: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
     first_part: tl.constexpr, second_part: tl.constexpr, values: tl.constexpr, rows: tl.constexpr,
-    tokens_a_block: tl.constexpr, keys_a_step: tl.constexpr, page_size: tl.constexpr, has_splits: tl.constexpr,
-    has_window: tl.constexpr, has_sinks: tl.constexpr, precision: tl.constexpr, aligned: tl.constexpr,
+    tokens_a_block: tl.constexpr, keys_a_step: tl.constexpr, page_size: tl.constexpr,
+    has_splits: tl.constexpr, has_window: tl.constexpr, has_sinks: tl.constexpr, precision: tl.constexpr,
+    aligned: tl.constexpr,
 ):  # fmt: skip
     exact: tl.constexpr = first_part + second_part == width and values == value_width
     one_token: tl.constexpr = tokens_a_block == 1
@@ -198,9 +199,9 @@ def attention_kernel(
     scale, window, total_tokens, sequences, splits, table_stride, q_row, q_head, k_slot, v_slot,
     heads: tl.constexpr, group: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
     first_part: tl.constexpr, second_part: tl.constexpr, values: tl.constexpr, rows: tl.constexpr,
-    tokens_a_block: tl.constexpr, keys_a_step: tl.constexpr, page_size: tl.constexpr, has_splits: tl.constexpr,
-    has_window: tl.constexpr, has_sinks: tl.constexpr, precision: tl.constexpr, by_sequence: tl.constexpr,
-    aligned: tl.constexpr,
+    tokens_a_block: tl.constexpr, keys_a_step: tl.constexpr, page_size: tl.constexpr,
+    has_splits: tl.constexpr, has_window: tl.constexpr, has_sinks: tl.constexpr, precision: tl.constexpr,
+    by_sequence: tl.constexpr, aligned: tl.constexpr,
 ):  # fmt: skip
     """Programs (block, kv head, split). ``by_sequence``: block i is sequence i, all its tokens in turn.
 

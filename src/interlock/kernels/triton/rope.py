@@ -1,4 +1,7 @@
-"""Rotary embedding of queries and keys, value scale, and the write into the paged cache, in one launch."""
+"""Rotary embedding of queries and keys, value scale, and the write into the paged cache, in one launch.
+
+Queries are rotated where they are: of 192 channels of which 64 are rotated, a third is read and written.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -10,63 +13,71 @@ import triton.language as tl
 
 from interlock.kernels.triton.row_blocks import power_of_two
 
-HEADS_A_PROGRAM = 16
+FEW_ROWS = 2048
+"""Rows (token, query head) up to which a program takes few, so that there are programs enough."""
 
 
 @triton.jit
-def _rotated(x, head, channel, mask, angles, stride, half: tl.constexpr):
-    """Half-split rotation of the first 2 * half channels of a tile [heads, channels], in float32."""
-    where = x + head[:, None] * stride
-    value = tl.load(where + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-    turned = channel < 2 * half
-    first = channel < half
-    partner = tl.where(first, channel + half, channel - half)
-    other = tl.load(where + partner[None, :], mask=mask & turned[None, :], other=0.0).to(tl.float32)
-    frequency = tl.where(first, channel, channel - half)
-    cos = tl.load(angles + frequency, mask=turned, other=1.0)
-    sin = tl.load(angles + half + frequency, mask=turned, other=0.0)
-    return value * cos[None, :] + other * tl.where(first, -sin, sin)[None, :]
+def _rotate(x, y, row, first, held, angles, half: tl.constexpr, half_padded: tl.constexpr):
+    """Half-split rotation, in float32, of the first 2 * half channels from x + row to y + first; angles point
+    to each row's cosines."""
+    channel = tl.arange(0, half_padded)
+    mask = held[:, None] & (channel[None, :] < half)
+    cos = tl.load(angles[:, None] + channel[None, :], mask=mask, other=0.0)
+    sin = tl.load(angles[:, None] + half + channel[None, :], mask=mask, other=0.0)
+    source = x + row[:, None] + channel[None, :]
+    lower = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    upper = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
+    goal = y + first[:, None] + channel[None, :]
+    tl.store(goal, (lower * cos - upper * sin).to(y.dtype.element_ty), mask=mask)
+    tl.store(goal + half, (upper * cos + lower * sin).to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "query_programs", "key_programs"])
 def rope_and_store_kernel(
-    q, k, v, positions, cos_sin, slots, k_cache, v_cache, out, value_scale,
-    q_row, q_head, k_row, k_head, v_row, v_head, k_slot, v_slot,
+    q, k, v, positions, cos_sin, slots, k_cache, v_cache, value_scale,
+    tokens, query_programs, key_programs, q_row, q_head, k_row, k_head, v_row, v_head, k_slot, v_slot,
     heads: tl.constexpr, kv_heads: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
-    padded: tl.constexpr, value_padded: tl.constexpr, half: tl.constexpr, tile: tl.constexpr,
+    half: tl.constexpr, half_padded: tl.constexpr, rest_padded: tl.constexpr, value_padded: tl.constexpr,
+    tile: tl.constexpr, kv_tile: tl.constexpr,
 ):  # fmt: skip
-    """Programs (token, part): query tiles of heads first, then key tiles, then value tiles."""
-    token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    query_parts: tl.constexpr = (heads + tile - 1) // tile
-    key_parts: tl.constexpr = (kv_heads + tile - 1) // tile
-    channel = tl.arange(0, padded)
-    angles = cos_sin + tl.load(positions + token) * (2 * half)
-    if part < query_parts:
-        head = part * tile + tl.arange(0, tile)
-        mask = (head[:, None] < heads) & (channel[None, :] < width)
-        result = _rotated(q + token * q_row, head, channel, mask, angles, q_head, half)
-        where = out + (token * heads + head[:, None]) * width + channel[None, :]
-        tl.store(where, result.to(out.dtype.element_ty), mask=mask)
+    """Programs: tiles of rows (token, head) of the queries, then of the keys, then of the values."""
+    program = tl.program_id(0)
+    if program < query_programs:
+        line = program * tile + tl.arange(0, tile)
+        token = (line // heads).to(tl.int64)
+        held = token < tokens
+        angles = cos_sin + tl.load(positions + token, mask=held, other=0) * (2 * half)
+        row = token * q_row + (line % heads) * q_head
+        _rotate(q, q, row, row, held, angles, half, half_padded)
     else:
-        slot = tl.load(slots + token)
-        if slot >= 0:
-            if part < query_parts + key_parts:
-                head = (part - query_parts) * tile + tl.arange(0, tile)
-                mask = (head[:, None] < kv_heads) & (channel[None, :] < width)
-                result = _rotated(k + token * k_row, head, channel, mask, angles, k_head, half)
-                where = k_cache + slot * k_slot + head[:, None] * width + channel[None, :]
-                tl.store(where, result.to(k_cache.dtype.element_ty), mask=mask)
-            else:
-                head = (part - query_parts - key_parts) * tile + tl.arange(0, tile)
-                inner = tl.arange(0, value_padded)
-                held = (head[:, None] < kv_heads) & (inner[None, :] < value_width)
-                value = tl.load(
-                    v + token * v_row + head[:, None] * v_head + inner[None, :], mask=held, other=0.0
-                )
-                goal = v_cache + slot * v_slot + head[:, None] * value_width + inner[None, :]
-                scaled = value.to(tl.float32) * value_scale
-                tl.store(goal, scaled.to(v.dtype.element_ty).to(v_cache.dtype.element_ty), mask=held)
+        is_key = program < query_programs + key_programs
+        kv_program = program - query_programs
+        if not is_key:
+            kv_program -= key_programs
+        line = kv_program * kv_tile + tl.arange(0, kv_tile)
+        token = (line // kv_heads).to(tl.int64)
+        head = line % kv_heads
+        slot = tl.load(slots + token, mask=token < tokens, other=-1)
+        held = slot >= 0
+        if is_key:
+            angles = cos_sin + tl.load(positions + token, mask=held, other=0) * (2 * half)
+            row = token * k_row + head * k_head
+            first = slot * k_slot + head * width
+            _rotate(k, k_cache, row, first, held, angles, half, half_padded)
+            if 2 * half < width:
+                channel = 2 * half + tl.arange(0, rest_padded)
+                mask = held[:, None] & (channel[None, :] < width)
+                rest = tl.load(k + row[:, None] + channel[None, :], mask=mask, other=0.0)
+                goal = k_cache + first[:, None] + channel[None, :]
+                tl.store(goal, rest.to(tl.float32).to(k_cache.dtype.element_ty), mask=mask)
+        else:
+            inner = tl.arange(0, value_padded)
+            mask = held[:, None] & (inner[None, :] < value_width)
+            source = v + (token * v_row + head * v_head)[:, None] + inner[None, :]
+            value = tl.load(source, mask=mask, other=0.0).to(tl.float32) * value_scale
+            goal = v_cache + (slot * v_slot + head * value_width)[:, None] + inner[None, :]
+            tl.store(goal, value.to(v.dtype.element_ty).to(v_cache.dtype.element_ty), mask=mask)
 
 
 def rope_and_store(
@@ -81,19 +92,21 @@ def rope_and_store(
     slots: torch.Tensor,
     value_scale: float,
 ) -> torch.Tensor:
-    """See ``Kernels.rope_and_store``."""
+    """See ``Kernels.rope_and_store``; q is rotated in place and returned."""
     tokens, heads, width = q.shape
     kv_heads, value_width = k.shape[1], v.shape[2]
-    out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device)
-    tile = min(HEADS_A_PROGRAM, power_of_two(max(heads, kv_heads)))
-    parts = -(-heads // tile) + 2 * -(-kv_heads // tile)
+    half = cos_sin.shape[1] // 2
+    few = tokens * heads <= FEW_ROWS
+    tile, kv_tile = (32, 8) if few else (128, 32)
     if tokens:
-        rope_and_store_kernel[(tokens, parts)](
-            q, k, v, positions, cos_sin, slots, k_cache, v_cache, out, value_scale,
+        query_programs, key_programs = -(-tokens * heads // tile), -(-tokens * kv_heads // kv_tile)
+        rope_and_store_kernel[(query_programs + 2 * key_programs,)](
+            q, k, v, positions, cos_sin, slots, k_cache, v_cache, value_scale,
+            tokens, query_programs, key_programs,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             k_cache.stride(1), v_cache.stride(1),
-            heads=heads, kv_heads=kv_heads, width=width, value_width=value_width,
-            padded=power_of_two(width), value_padded=power_of_two(value_width),
-            half=cos_sin.shape[1] // 2, tile=tile, num_warps=4,
+            heads=heads, kv_heads=kv_heads, width=width, value_width=value_width, half=half,
+            half_padded=power_of_two(half), rest_padded=power_of_two(max(1, width - 2 * half)),
+            value_padded=power_of_two(value_width), tile=tile, kv_tile=kv_tile, num_warps=4,
         )  # fmt: skip
-    return out
+    return q
