@@ -4,9 +4,9 @@
     python benchmarks/gpu_session.py --out results --stages tests layers --limit 300
 
 Stages: ``tests`` (the GPU suite), ``layers`` (every fp8 runner checked and timed, and the table of which is
-fastest), ``profile`` (kernels of one layer), ``bench-flash`` and ``bench-pro`` (the layer tables of
-``interlock bench moe``), ``tune`` (launch parameters of our kernels). What a stage prints is kept in
-``<out>/<stage>.txt``; here only its end is shown.
+fastest), ``deep-gemm`` (its products alone), ``profile`` (kernels of one layer), ``bench-flash`` and
+``bench-pro`` (the layer tables of ``interlock bench moe``), ``tune`` (launch parameters of our kernels). What a
+stage prints is kept in ``<out>/<stage>.txt``; here only its end is shown.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def stages(out: Path) -> list[Stage]:
             240,
             [python, runners, "--out", str(out / "layers.json"), "--table", str(out / "measured_h200.json")],
         ),
+        Stage("deep-gemm", 120, [python, str(here / "gpu_deep_gemm.py")]),
         Stage("profile", 100, [python, runners, "--profile", "1", "512", "4096", "16384"]),
         Stage("bench-flash", 150, [*bench, *FLASH, "--out", str(out / "bench_flash")]),
         Stage("bench-pro", 100, [*bench, *PRO, "--out", str(out / "bench_pro")]),

@@ -36,6 +36,20 @@ class Pipeline:
     library: DeepGemm
     experts: ExpertTensors
 
+    def compile(self) -> None:
+        """Have both products of aligned segments compiled, on no rows at all: no batch waits for it later."""
+        experts, hidden, inter = self.experts.down.shape
+        gate_up_scales, down_scales = _scales_of(self.experts)
+        device = self.experts.down.device
+        psum = torch.zeros(experts, dtype=torch.int32, device=device)
+        for depth, weight, weight_scales in (
+            (hidden, self.experts.gate_up, gate_up_scales),
+            (inter, self.experts.down, down_scales),
+        ):
+            rows = torch.zeros(ALIGNMENT, depth, dtype=torch.float8_e4m3fn, device=device)
+            scales = torch.zeros(depth // GROUP, ALIGNMENT, device=device)
+            self.library.contiguous(rows, scales, weight, weight_scales, psum)
+
     def summed(self, rows: ReplicatedRows, dtype: torch.dtype) -> torch.Tensor:
         """-> [n, h]: weighted results summed over a token's lanes, ascending, in float32, rounded once."""
         results, places = self._replicated(rows)

@@ -23,6 +23,11 @@ class DeepGemmRunner(TritonFp8Runner):
         super().__init__(spec)
         self._library = library or load_deep_gemm()
 
+    def finish_loading(self) -> None:
+        """See ``Runner.finish_loading``; compiles what serving will need."""
+        super().finish_loading()
+        self._pipeline().compile()
+
     def run(self, rows: ExpertInput) -> torch.Tensor:
         """See ``Runner.run``."""
         places = rows.ids.numel() if isinstance(rows, ReplicatedRows) else rows.rows[..., 0].numel()
