@@ -263,6 +263,7 @@ def test_screenshots(browser: Any, request: pytest.FixtureRequest) -> None:
     folder, address = request.config.getoption("--screenshots"), request.config.getoption("--page-url")
     if folder is None or address is None:
         pytest.skip("asked for with --screenshots FOLDER --page-url URL")
+    image = pytest.importorskip("PIL.Image", reason="Pillow makes the pictures small")
     target = Path(folder)
 
     def shoot(name: str, tab: str, *, width: int = 1180, height: int = 760, scheme: str = "light") -> None:
@@ -279,7 +280,9 @@ def test_screenshots(browser: Any, request: pytest.FixtureRequest) -> None:
             for _ in range(4):
                 page.keyboard.press("ArrowRight")
         page.wait_for_timeout(3500)
-        page.screenshot(path=target / f"page_{name}.png")
+        path = target / f"page_{name}.png"
+        page.screenshot(path=path)
+        image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
         context.close()
 
     shoot("try", "try")

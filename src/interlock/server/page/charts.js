@@ -34,7 +34,7 @@ export function chart(target, series, { share = false, least = 1 } = {}) {
   const width = target.clientWidth || 360, height = 170, left = 40, bottom = 20, right = 6, top = 8;
   target.setAttribute("viewBox", `0 0 ${width} ${height}`);
   const highest = Math.max(0, ...series.flatMap((points) => points.map((point) => point.value)));
-  const limit = share ? 1 : niceTop(highest, least);
+  const limit = share ? Math.min(1, niceTop(highest, 0.1)) : niceTop(highest, least);
   const x = (ago) => left + (width - left - right) * (1 - Math.min(ago, SPAN) / SPAN);
   const y = (value) => top + (height - top - bottom) * (1 - value / limit);
   const parts = [];

@@ -1,0 +1,123 @@
+"""The meter counts what the experts received, in the steps that it says it counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from interlock.moe.a2a.base import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
+from interlock.moe.meter import LoadMeter
+from interlock.moe.terms import Phase
+
+EXPERTS = 4
+NO_SHARES = {Phase.PREFILL: 1, Phase.DECODE: 1}
+
+
+def meter(every: int = 1, shares: dict[Phase, int] | None = None) -> LoadMeter:
+    made = LoadMeter(EXPERTS, torch.device("cpu"), shares=shares or NO_SHARES, every=every)
+    made.add_layer(3)
+    made.add_layer(1)
+    return made
+
+
+def layouts(counts: list[int]) -> list[ExpertInput]:
+    """Rows with these counts in each of the three layouts; what is no row holds other numbers."""
+    total = sum(counts)
+    lanes = [expert for expert, count in enumerate(counts) for _ in range(count)] + [-1] * 3
+    psum = torch.tensor(counts).cumsum(0).to(torch.int32)
+    truth = torch.tensor(counts, dtype=torch.int32)
+    return [
+        ReplicatedRows(torch.zeros(len(lanes), 2), torch.tensor(lanes)[:, None], None),
+        ContiguousRows(torch.zeros(total + 5, 2), psum, truth, 1, None),
+        MaskedRows(torch.zeros(EXPERTS, max(counts) + 1, 2), truth, None),
+    ]
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=EXPERTS, max_size=EXPERTS), min_size=1, max_size=5))
+def test_every_layout_is_counted_alike(steps: list[list[int]]) -> None:
+    for kind in range(3):
+        counted = meter()
+        counted.start()
+        for counts in steps:
+            counted.begin_step(Phase.DECODE, 7)
+            for layer in (1, 3):
+                counted.dispatching()
+                counted.dispatched(layer, layouts(counts)[kind])
+                counted.combining()
+                counted.combined()
+        expected = torch.tensor(steps).sum(0)
+        received = counted.received()
+        assert received[Phase.DECODE].tolist() == [expected.tolist()] * 2
+        assert not received[Phase.PREFILL].any()
+        totals = counted.totals[Phase.DECODE]
+        assert (totals.steps, totals.tokens, totals.most_tokens) == (len(steps), 7 * len(steps), 7)
+        assert totals.dispatch.calls == totals.combine.calls == 2 * len(steps)
+        assert totals.dispatch.seconds > 0
+
+
+def test_only_sampled_steps_are_counted_and_none_of_the_warm_up() -> None:
+    counted = meter(every=3)
+    rows = layouts([1, 0, 2, 0])[2]
+    for step in range(-2, 7):
+        if step == 0:
+            counted.start()
+        phase = Phase.PREFILL if step % 2 else Phase.DECODE
+        counted.begin_step(phase, 4)
+        counted.dispatching()
+        counted.dispatched(1, rows)
+        counted.combining()
+        counted.combined()
+    steps = {phase: totals.steps for phase, totals in counted.totals.items()}
+    assert steps == {Phase.DECODE: 2, Phase.PREFILL: 1}
+    received = counted.received()
+    assert received[Phase.DECODE].tolist() == [[2, 0, 4, 0], [0, 0, 0, 0]]
+    assert received[Phase.PREFILL].tolist() == [[1, 0, 2, 0], [0, 0, 0, 0]]
+    assert counted.layers == (1, 3)
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(0, 0), (1, 1), (8, 2), (9, 3)])
+def test_a_ranks_share_of_the_tokens(tokens: int, share: int) -> None:
+    """Capacity counts tokens of one rank, where a replica's ranks share theirs out."""
+    counted = meter(shares={Phase.PREFILL: 4, Phase.DECODE: 1})
+    counted.start()
+    counted.begin_step(Phase.PREFILL, tokens)
+    counted.count_step(Phase.DECODE, tokens)
+    assert counted.totals[Phase.PREFILL].most_tokens == share
+    assert counted.totals[Phase.DECODE].tokens == tokens
+
+
+def test_a_rank_without_layers_says_nothing_was_received() -> None:
+    empty = LoadMeter(EXPERTS, torch.device("cpu"), shares=NO_SHARES)
+    assert empty.received()[Phase.DECODE].shape == (0, EXPERTS)
+
+
+@pytest.mark.gpu
+def test_counting_is_part_of_a_captured_graph_and_times_wait_for_nobody() -> None:
+    """On a device: replays count, with the live rows of each; events are read once they are over."""
+    device = torch.device("cuda")
+    counted = LoadMeter(EXPERTS, device, shares=NO_SHARES, every=1)
+    counted.add_layer(0)
+    ids = torch.full((6, 1), -1, device=device)
+    rows = ReplicatedRows(torch.zeros(6, 2, device=device), ids, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counted.begin_step(Phase.DECODE, 6)
+        counted.dispatching()
+        counted.dispatched(0, rows)
+    counted.start()
+    for live in (2, 3):
+        ids.fill_(-1)
+        ids[:live] = 1
+        graph.replay()
+        counted.count_step(Phase.DECODE, live)
+    counted.begin_step(Phase.PREFILL, 6)
+    counted.dispatching()
+    counted.dispatched(0, rows)
+    torch.cuda.synchronize()
+    received = counted.received()
+    assert received[Phase.DECODE].tolist() == [[0, 5, 0, 0]]
+    assert received[Phase.PREFILL].tolist() == [[0, 3, 0, 0]]
+    assert counted.totals[Phase.DECODE].tokens == 5
+    assert counted.totals[Phase.PREFILL].dispatch.calls == 1
