@@ -33,6 +33,46 @@ def _rotate(x, y, row, first, held, angles, half: tl.constexpr, half_padded: tl.
     tl.store(goal + half, (upper * cos + lower * sin).to(y.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _store_keys(
+    program, k, positions, cos_sin, slots, k_cache, tokens, k_row, k_head, k_slot,
+    kv_heads: tl.constexpr, width: tl.constexpr, half: tl.constexpr, half_padded: tl.constexpr,
+    rest_padded: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    line = program * tile + tl.arange(0, tile)
+    token = (line // kv_heads).to(tl.int64)
+    head = line % kv_heads
+    slot = tl.load(slots + token, mask=token < tokens, other=-1)
+    held = slot >= 0
+    angles = cos_sin + tl.load(positions + token, mask=held, other=0) * (2 * half)
+    row = token * k_row + head * k_head
+    first = slot * k_slot + head * width
+    _rotate(k, k_cache, row, first, held, angles, half, half_padded)
+    if 2 * half < width:
+        channel = 2 * half + tl.arange(0, rest_padded)
+        mask = held[:, None] & (channel[None, :] < width)
+        rest = tl.load(k + row[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        goal = k_cache + first[:, None] + channel[None, :]
+        tl.store(goal, rest.to(k_cache.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_values(
+    program, v, slots, v_cache, value_scale, tokens, v_row, v_head, v_slot,
+    kv_heads: tl.constexpr, value_width: tl.constexpr, value_padded: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    line = program * tile + tl.arange(0, tile)
+    token = (line // kv_heads).to(tl.int64)
+    head = line % kv_heads
+    slot = tl.load(slots + token, mask=token < tokens, other=-1)
+    inner = tl.arange(0, value_padded)
+    mask = (slot >= 0)[:, None] & (inner[None, :] < value_width)
+    source = v + (token * v_row + head * v_head)[:, None] + inner[None, :]
+    value = tl.load(source, mask=mask, other=0.0).to(tl.float32) * value_scale
+    goal = v_cache + (slot * v_slot + head * value_width)[:, None] + inner[None, :]
+    tl.store(goal, value.to(v.dtype.element_ty).to(v_cache.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["tokens", "query_programs", "key_programs"])
 def rope_and_store_kernel(
     q, k, v, positions, cos_sin, slots, k_cache, v_cache, value_scale,
@@ -50,34 +90,16 @@ def rope_and_store_kernel(
         angles = cos_sin + tl.load(positions + token, mask=held, other=0) * (2 * half)
         row = token * q_row + (line % heads) * q_head
         _rotate(q, q, row, row, held, angles, half, half_padded)
+    elif program < query_programs + key_programs:
+        _store_keys(
+            program - query_programs, k, positions, cos_sin, slots, k_cache, tokens, k_row, k_head, k_slot,
+            kv_heads, width, half, half_padded, rest_padded, kv_tile,
+        )  # fmt: skip
     else:
-        is_key = program < query_programs + key_programs
-        kv_program = program - query_programs
-        if not is_key:
-            kv_program -= key_programs
-        line = kv_program * kv_tile + tl.arange(0, kv_tile)
-        token = (line // kv_heads).to(tl.int64)
-        head = line % kv_heads
-        slot = tl.load(slots + token, mask=token < tokens, other=-1)
-        held = slot >= 0
-        if is_key:
-            angles = cos_sin + tl.load(positions + token, mask=held, other=0) * (2 * half)
-            row = token * k_row + head * k_head
-            first = slot * k_slot + head * width
-            _rotate(k, k_cache, row, first, held, angles, half, half_padded)
-            if 2 * half < width:
-                channel = 2 * half + tl.arange(0, rest_padded)
-                mask = held[:, None] & (channel[None, :] < width)
-                rest = tl.load(k + row[:, None] + channel[None, :], mask=mask, other=0.0)
-                goal = k_cache + first[:, None] + channel[None, :]
-                tl.store(goal, rest.to(tl.float32).to(k_cache.dtype.element_ty), mask=mask)
-        else:
-            inner = tl.arange(0, value_padded)
-            mask = held[:, None] & (inner[None, :] < value_width)
-            source = v + (token * v_row + head * v_head)[:, None] + inner[None, :]
-            value = tl.load(source, mask=mask, other=0.0).to(tl.float32) * value_scale
-            goal = v_cache + (slot * v_slot + head * value_width)[:, None] + inner[None, :]
-            tl.store(goal, value.to(v.dtype.element_ty).to(v_cache.dtype.element_ty), mask=mask)
+        _store_values(
+            program - query_programs - key_programs, v, slots, v_cache, value_scale, tokens,
+            v_row, v_head, v_slot, kv_heads, value_width, value_padded, kv_tile,
+        )  # fmt: skip
 
 
 def rope_and_store(
