@@ -5,8 +5,8 @@
 
 Stages: ``tests`` (the GPU suite), ``layers`` (every fp8 runner checked and timed, and the table of which is
 fastest), ``deep-gemm`` (its products alone), ``profile`` (kernels of one layer), ``bench-flash`` and
-``bench-pro`` (the layer tables of ``interlock bench moe``), ``tune`` (launch parameters of our kernels). What a
-stage prints is kept in ``<out>/<stage>.txt``; here only its end is shown.
+``bench-pro`` (the layer tables of ``interlock bench moe``), ``tune`` (launch parameters of our kernels).
+What a stage prints is kept in ``<out>/<stage>.txt``; here only its end is shown.
 """
 
 from __future__ import annotations
