@@ -38,6 +38,18 @@ def test_receipts_name_what_the_linears_hold() -> None:
     assert (plain["attention_weight_format"], plain["mlp_weight_format"]) == ("float32", "float32")
 
 
+@pytest.mark.parametrize("chunks", [None, 5])
+def test_all_of_a_model_in_fp8(chunks: int | None) -> None:
+    """Experts too: the emulation of what a GPU computes, which is near the dequantised model."""
+    folder = tiny_folder(SPEC)
+    whole = {**KEPT, "expert_weight_format": FP8, "moe_runner_backend": "torch_fp8"}
+    harness = build_model(folder, **whole)
+    assert {layer.weight_format for layer in harness.model.context.moe.layers} == {FP8}
+    got, plain = run_chunks(harness, PROMPT, chunks), run_chunks(build_model(folder), PROMPT)
+    rows = (got - plain).norm(dim=1) / plain.norm(dim=1)
+    assert 1e-3 < float(rows.median()) < 0.1
+
+
 def test_a_format_that_did_not_take_effect_is_seen() -> None:
     """The plan says blocks, the checkpoint has none: the receipt is the dtype."""
     folder = tiny_folder(SPEC.replace(fp8=False))

@@ -60,13 +60,14 @@ def test_whole_table_is_planned_or_refused_with_both_names(a2a: str, runner: str
         weight_format=weight_format, dtype="float32" if weight_format == "float32" else "bfloat16"
     )
     options = Options.of(model="m", tp_size=2, moe_a2a_backend=a2a, moe_runner_backend=runner)
-    if "cpu" not in REGISTERED.runners[runner].devices:
+    declared = REGISTERED.runners[runner]
+    if "cpu" not in declared.devices or weight_format not in declared.weight_formats:
         with pytest.raises(Refusal) as caught:
             resolve(options, card, machine())
         for word in (
             f"--moe-runner-backend {runner}",
             f"--moe-a2a-backend {a2a}",
-            "not on cpu",
+            "not on cpu" if "cpu" not in declared.devices else f"not {weight_format}",
             "what would work",
         ):
             assert word in str(caught.value)
@@ -206,9 +207,12 @@ def test_matrix_covers_every_combination_with_a_reason_where_it_is_not_ready() -
     cells = list(matrix(REGISTERED, machine(), device="cpu", kernels="cpu"))
     assert len(cells) == len(REGISTERED.a2a) * len(REGISTERED.runners) * 3 * len(Phase)
     for cell in cells:
-        runs_here = "cpu" in REGISTERED.runners[cell.runner].devices
-        assert (cell.problem is None and cell.layout is not None) == runs_here
+        runner = REGISTERED.runners[cell.runner]
+        runs_here = "cpu" in runner.devices
+        loads = cell.weight_format in runner.weight_formats
+        assert (cell.problem is None and cell.layout is not None) == (runs_here and loads)
         assert runs_here or "not on cpu" in str(cell.problem)
+        assert not runs_here or loads or f"not {cell.weight_format}" in str(cell.problem)
     on_gpu = list(matrix(REGISTERED, gpu_machine(), device="cuda", kernels="torch"))
     problems = {cell.problem for cell in on_gpu if cell.a2a == "shared_memory"}
     assert problems == {"runs on cpu, not on cuda"}

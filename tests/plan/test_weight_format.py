@@ -54,10 +54,19 @@ def test_elsewhere_they_are_dequantised_and_the_plan_says_why(
     assert reason in plan.provenance["attention_weight_format"].reason
     assert reason in plan.provenance["mlp_weight_format"].reason
     assert "dequantises" in plan.provenance["expert_weight_format"].reason
+    if plan.kernels == "torch":
+        return
     with pytest.raises(Refusal) as caught:
         plan_for(flash(), facts, quantization="fp8", **asked)
     assert caught.value.option == "--quantization"
     assert "--quantization none" in caught.value.alternatives
+
+
+def test_references_compute_fp8_anywhere_when_asked() -> None:
+    plan = plan_for(flash(), machine(), quantization="fp8", kernels="torch", dtype="float32")
+    assert formats(plan) == (FP8,) * 3
+    assert (plan.kernels, plan.moe_runner_backend) == ("torch", "torch_fp8")
+    assert formats(plan_for(flash(), machine(), kernels="torch")) == (BF16,) * 3
 
 
 def test_none_dequantises_everything() -> None:

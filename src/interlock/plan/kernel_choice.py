@@ -14,7 +14,9 @@ NATIVE, REFERENCE, TRITON = "cpu", "torch", "triton"
 ROW_INVARIANT: Final = frozenset({NATIVE})
 """Kernel sets whose classes declare ``row_invariant``."""
 FP8_LINEARS: Final = frozenset({TRITON})
-"""Kernel sets that compute linears with fp8 blocks fast (the reference does too, slowly)."""
+"""Kernel sets that compute linears with fp8 blocks fast."""
+FP8_EMULATIONS: Final = frozenset({REFERENCE})
+"""Kernel sets that compute them slowly, on any device and with any activations: only when asked to."""
 FP8_CAPABILITIES: Final = ((9, 0), (9, 9))
 """Compute capabilities that the fp8 GEMMs are written for, both included: Hopper's matrix instructions."""
 PREFERRED: Final = {"cpu": (NATIVE, REFERENCE), "cuda": (TRITON, REFERENCE)}

@@ -81,11 +81,14 @@ def _decide_runner(
         problem = verdicts[given.value]
         if problem is None:
             return given
+        alternatives = [f"--moe-runner-backend {name}" for name in working]
+        if here.weight_format not in declared.runners[given.value].weight_formats:
+            alternatives.append("--quantization fp8")
         raise Refusal(
             option="--moe-runner-backend",
             given=given.value,
             rule=f"with --moe-a2a-backend {backend.name}: {problem}",
-            alternatives=[f"--moe-runner-backend {name}" for name in working],
+            alternatives=alternatives,
         )
     if not working:
         reasons = "; ".join(f"{name} {problem}" for name, problem in verdicts.items())

@@ -17,7 +17,7 @@ from interlock.options import Options
 from interlock.plan.card import AttentionCard, ModelCard
 from interlock.plan.decided import Decided, asked_text, from_model, rule
 from interlock.plan.facts import MachineFacts
-from interlock.plan.kernel_choice import FP8_CAPABILITIES, FP8_LINEARS
+from interlock.plan.kernel_choice import FP8_CAPABILITIES, FP8_EMULATIONS, FP8_LINEARS, REFERENCE
 from interlock.plan.topology import World, divisors
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def decide_linear_formats(
     if asked is not None and asked.value == "none":
         given = Decided(dtype, asked.source, f"{asked.reason}: dequantised while loading")
         return LinearFormats(given, given)
-    machine = machine_problem(facts, world.local_ranks, kernels, dtype)
+    machine = machine_problem(facts, world.local_ranks, kernels, dtype, emulates=asked is not None)
     size = world.attn_tp_size
     problems = (
         machine or attention_problem(card, options, size),
@@ -90,8 +90,12 @@ def decide_expert_format(
     return Decided(FP8, asked.source, f"{asked.reason}: quantised while loading")
 
 
-def machine_problem(facts: MachineFacts, ranks: int, kernels: str, dtype: str) -> str | None:
-    """Why no linear can be computed in fp8 here, or None."""
+def machine_problem(
+    facts: MachineFacts, ranks: int, kernels: str, dtype: str, *, emulates: bool
+) -> str | None:
+    """Why no linear can be computed in fp8 here, or None. ``emulates``: slow references will do."""
+    if emulates and kernels in FP8_EMULATIONS:
+        return None
     if kernels not in FP8_LINEARS:
         return f"--kernels {kernels} compute linears in float32 or bfloat16"
     if dtype != "bfloat16":
@@ -181,6 +185,8 @@ def _refuse(
     if problem is None:
         return
     alternatives = ["--quantization auto", "--quantization none"]
+    if machine is not None:
+        alternatives.append(f"--kernels {REFERENCE}")
     tp = world.tp_size.value
     if machine is None:
         fitting = [

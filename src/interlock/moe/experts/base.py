@@ -35,8 +35,8 @@ class ExpertRunner:
         row_invariant: with row-invariant kernels, a row's bits do not depend on the rows beside it.
         missing: what this version lacks to run it on any machine; "" when it lacks nothing.
         alignment: multiple at which it needs expert segments of the contiguous layout to start.
-        priority: among the runners that fit, ``auto`` takes the highest (reference 0, portable 10,
-            fast 20, specialised 30).
+        priority: among the runners that fit, ``auto`` takes the highest (emulation -10, reference 0,
+            portable 10, fast 20, specialised 30).
         runner: "module:Class", constructed with a ``RunnerSpec``.
     """
 

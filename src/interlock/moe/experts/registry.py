@@ -9,6 +9,7 @@ from interlock.plugins import Catalogue, discover
 
 BUILT_IN = (
     "interlock.moe.experts.torch:RUNNER",
+    "interlock.moe.experts.torch_fp8:RUNNER",
     "interlock.moe.experts.cpu:RUNNER",
     "interlock.moe.experts.triton:RUNNER",
     "interlock.moe.experts.triton_fp8:RUNNER",
