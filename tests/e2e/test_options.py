@@ -242,7 +242,7 @@ PROOFS: Final[Mapping[str, Proof]] = MappingProxyType(
         "num_hidden_layers": receipt("one", "num_hidden_layers", 3),
         "quantization": refused(
             *("tiny-random", "--kernels", "torch", "--quantization", "fp8"),
-            words="--quantization fp8: --kernels torch compute linears in float32 or bfloat16",
+            words="--quantization fp8: k in a chunk of the fused qkv tensor has 192 rows",
         ),
         "qkv_layout": receipt("two", "qkv_layout", "chunked"),
         "sliding_window_extra": receipt("one", "sliding_window_extra", 1),
