@@ -5,13 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from interlock.errors import Refusal
 from interlock.moe.experts.choice import ExpertShape, best_runner, measurements, parse_measurements
 from interlock.moe.experts.registry import expert_runners
 from interlock.moe.terms import Layout
+from interlock.options import Options
+from interlock.plan.resolve import resolve
+from tests.plan.machines import gpu_machine, mimo_card
 
 SHAPE = ExpertShape(256, 4096, 2048)
 TABLE = parse_measurements(
@@ -94,3 +99,16 @@ def test_declarations_need_the_package_and_a_hopper() -> None:
         assert (declared.min_capability, declared.max_capability) == ((9, 0), (9, 9))
         assert declared.hidden_multiple == declared.alignment == 128
         assert declared.weight_formats == {"fp8_block"}
+
+
+def test_auto_takes_both_where_the_package_is_installed_and_says_why_not_elsewhere() -> None:
+    card = mimo_card(num_hidden_layers=3, n_routed_experts=32)
+    bare = gpu_machine(gpus=1)
+    packages = {**bare.packages, "sgl-deep-gemm": "0.1.4"}
+    plan = resolve(Options.of(model="m"), card, msgspec.structs.replace(bare, packages=packages))
+    assert plan.moe_runner_backend == "fastest_fp8"
+    plan = resolve(Options.of(model="m"), card, bare)
+    assert plan.moe_runner_backend == "triton_fp8"
+    assert "pip install 'sgl-deep-gemm" in plan.provenance["moe_runner_backend"].reason
+    with pytest.raises(Refusal, match=r"needs the package sgl-deep-gemm>=0.1.4,<0.2, which is not installed"):
+        resolve(Options.of(model="m", moe_runner_backend="deep_gemm"), card, bare)
