@@ -1,4 +1,4 @@
-"""Traces: spans with true times, the client's context as parent, and a refusal where the packages are missing."""
+"""Traces: spans with true times, the client's context as parent, a refusal where packages are missing."""
 
 from __future__ import annotations
 
