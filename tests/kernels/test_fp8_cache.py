@@ -78,7 +78,7 @@ def test_the_reference_rounds_what_it_writes_and_reads_it_back() -> None:
 
 
 def test_values_beyond_the_largest_are_clamped() -> None:
-    """e4m3 has no infinity: a plain cast would give NaN."""
+    """D11, D12: e4m3 has no infinity: a plain cast would give NaN."""
     _, k, v = filled(TorchKernels(), torch.float8_e4m3fn, scale=1000.0)
     assert bool(k.float().isfinite().all())
     assert float(v.float().abs().max()) == 448.0

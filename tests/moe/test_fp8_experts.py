@@ -51,7 +51,8 @@ def held(runner: Runner, index: int, width: int) -> tuple[torch.Tensor, torch.Te
 
 @pytest.mark.parametrize("width", [128, 160, 256])
 def test_blocks_are_kept_as_they_are(width: int) -> None:
-    """A width of 160 has partial edge blocks: it is padded by zeros to 256."""
+    """D02, D03: a width of 160 has partial edge blocks: the weight is padded by zeros to 256, not the block
+    made smaller."""
     runner = fp8_runner(width)
     assert isinstance(runner, LoadsFp8)
     experts = [expert(width, seed) for seed in range(EXPERTS)]

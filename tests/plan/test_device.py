@@ -13,6 +13,7 @@ import pytest
 from interlock.errors import Refusal
 from interlock.kernels.availability import native_cpu_unavailable
 from interlock.options import Options
+from interlock.plan.explain import summary
 from interlock.plan.facts import Device, MachineFacts, load_facts, probe
 from interlock.plan.kernel_choice import ROW_INVARIANT
 from interlock.plan.launch_plan import LaunchPlan
@@ -174,6 +175,14 @@ def test_visible_devices_are_read_as_cuda_does(visible: str, names: list[str]) -
         (f"GPU-{name}x", Device(kind="cuda", name=name, memory_total=1, memory_free=1)) for name in "abc"
     ]
     assert [device.name for device in _select(found, visible)] == names
+
+
+def test_an_fp8_cache_is_said_to_have_no_calibrated_scale() -> None:
+    """D11: in the plan that ``/plan`` shows, and once in what ``serve`` prints."""
+    plan = bf16_plan(gpu_machine(gpus=1), kv_cache_dtype="fp8_e4m3")
+    assert "every value has scale 1, uncalibrated" in plan.provenance["kv_cache_dtype"].reason
+    assert summary(plan).count("warning: keys and values are cached as fp8_e4m3") == 1
+    assert "warning" not in summary(bf16_plan(gpu_machine(gpus=1)))
 
 
 def test_an_fp8_cache_where_the_kernels_can_convert_it() -> None:

@@ -96,7 +96,7 @@ def test_bfloat16_checkpoints_are_quantised_when_asked() -> None:
 
 
 def test_slices_that_are_no_whole_blocks_are_dequantised_or_refused_with_sizes_that_work() -> None:
-    """Four ranks hold one k head of 192 rows of the full-attention layers: one block and a half."""
+    """D01: four ranks hold one k head of 192 rows of the full-attention layers: one block and a half."""
     facts = gpu_machine(gpus=4)
     plan = plan_for(flash(), facts, tp_size=4)
     assert formats(plan) == (BF16, FP8, FP8)

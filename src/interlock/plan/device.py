@@ -16,6 +16,7 @@ from interlock.plan.kernel_choice import NATIVE, REFERENCE, TRITON, decide_kerne
 from interlock.plan.topology import World
 
 FP8_CACHE: Final = "fp8_e4m3"
+FP8_CACHE_SCALE: Final = "every value has scale 1, uncalibrated: what is beyond 448 is clamped"
 FP8_CONVERSION: Final = (8, 9)
 """Least compute capability with instructions that convert e4m3."""
 
@@ -72,6 +73,8 @@ def _kv_cache_dtype(
             rule=problem,
             alternatives=["--kv-cache-dtype auto", f"--kernels {REFERENCE}"],
         )
+    if asked.value == FP8_CACHE:
+        return Decided(asked.value, asked.source, f"{asked.reason}; {FP8_CACHE_SCALE}")
     return asked
 
 

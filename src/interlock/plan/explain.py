@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from interlock.plan.device import FP8_CACHE, FP8_CACHE_SCALE
 from interlock.plan.launch_plan import LaunchPlan, Source
 from interlock.plan.memory import size
 from interlock.plan.receipts import RULES, Mismatch, Where
@@ -98,6 +99,8 @@ def summary(plan: LaunchPlan) -> str:
         f"(weights {size(memory.weights)}, KV {size(memory.kv_full + memory.kv_window)})",
         "room: " + ", ".join(f"{name} {value}" for name, value, _ in capacities(plan)),
     ]
+    if plan.kv_cache_dtype == FP8_CACHE:
+        lines.append(f"warning: keys and values are cached as {FP8_CACHE}; {FP8_CACHE_SCALE}")
     return "\n".join(lines)
 
 
