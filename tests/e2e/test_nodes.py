@@ -23,7 +23,7 @@ from tests.e2e.processes import (
 )
 
 QUICK = ("--stall-timeout", "5")
-END_SECONDS = 15.0
+END_SECONDS = 10.0
 
 
 @contextmanager
