@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from interlock.cli_bench import bench_app
+from interlock.cli_completion import answers_shells, completion
 from interlock.cli_options import launch_options, model_of
 from interlock.cli_verify import evidence_app, verify
 from interlock.errors import InterlockError, Refusal
@@ -34,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(verify)
+app.command()(completion)
 app.add_typer(evidence_app, name="evidence")
 app.add_typer(bench_app, name="bench")
 demo_app = typer.Typer(help="The built-in models.", no_args_is_help=True, rich_markup_mode=None)
@@ -219,6 +221,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command line; errors addressed to the user are printed without a traceback."""
+    answers_shells(os.environ)
     try:
         status = typer.main.get_command(app).main(
             args=arguments, prog_name="interlock", standalone_mode=False

@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from interlock.cli_completion import values_of
 from interlock.errors import Refusal
 from interlock.option_kinds import Kind, Option
 from interlock.option_sources import describe_default, gather
@@ -70,7 +71,9 @@ def _describe(run: Callable[..., int], verb: Callable[..., int], added: list[ins
 
 def _parameter(option: Option) -> inspect.Parameter:
     if option.name == "model":
-        argument = typer.Argument(metavar="MODEL", help=option.help, show_default=False)
+        argument = typer.Argument(
+            metavar="MODEL", help=option.help, show_default=False, autocompletion=values_of(option)
+        )
         return _keyword(option.name, Annotated[str | None, argument])
     help_text = f"{option.help} [default: {describe_default(option)}]"
     panel = option.section.value
@@ -80,7 +83,12 @@ def _parameter(option: Option) -> inspect.Parameter:
         return _keyword(option.name, Annotated[bool | None, switch])
     metavar = "|".join(option.allowed()) or option.kind.value.upper()
     text = typer.Option(
-        option.flag, help=help_text, metavar=metavar, rich_help_panel=panel, show_default=False
+        option.flag,
+        help=help_text,
+        metavar=metavar,
+        rich_help_panel=panel,
+        show_default=False,
+        autocompletion=values_of(option),
     )
     return _keyword(option.name, Annotated[str | None, text])
 
