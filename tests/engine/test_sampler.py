@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlock.engine.batch import Batch
-from interlock.engine.draw import draw
+from interlock.engine.draw import draw_rows
 from interlock.engine.messages import AddRequest, SamplingParams
 from interlock.engine.penalties import adjust_row
 from interlock.engine.philox import philox4x32, uniforms
 from interlock.engine.sampler import Sampler
 from interlock.engine.scheduler import Scheduler
+from interlock.kernels import torch_draw
 from tests.engine.simulation import EOS, VOCAB, sim_plan
 
 DRAW_SEED = 12345
@@ -143,7 +144,7 @@ def test_host_and_device_draw_what_the_definitions_say(
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(seed % 1000)) * spread
     logits[0, : vocab // 3] = -torch.inf
     host = int(Sampler().sample(logits, batch).token_ids[0])
-    device = int(draw(logits, batch.sampling, np.zeros(1, dtype=np.int64))[0])
+    device = int(draw_rows(torch_draw.draw, logits, batch.sampling, np.zeros(1, dtype=np.int64))[0])
     for token in (host, device):
         assert is_where_the_number_falls(token, logits[0].numpy(), SamplingParams(**params), 3)
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from interlock.engine.batch import Batch
-from interlock.engine.draw import draw
+from interlock.engine.draw import Draw, draw_rows
 from interlock.engine.logprobs import ScoredTokens, score_tokens
 from interlock.engine.messages import TokenLogprob
 from interlock.engine.penalties import adjust_row
@@ -89,6 +89,7 @@ def draw_on_device(
     *,
     best: Best | None = None,
     masks: Mapping[int, torch.Tensor],
+    draw: Draw,
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = (),
 ) -> DeviceDraw:
     """Queue the draw of one token for each row.
@@ -97,6 +98,7 @@ def draw_on_device(
         logits: float32 [m, V], one row for each of ``batch.requests``; not changed.
         best: the rows' largest logits where they are known already.
         masks: row -> bool [V], the tokens that a row may take.
+        draw: the kernels' draw.
     """
     sampling, device = batch.sampling, logits.device
     best = best or Best.of(logits)
@@ -119,7 +121,7 @@ def draw_on_device(
     for start in range(0, len(random), step):
         block = random[start : start + step]
         index = upload(block, device)
-        tokens[index] = draw(adjusted[index], sampling, block)
+        tokens[index] = draw_rows(draw, adjusted[index], sampling, block)
     wanted = np.flatnonzero(sampling.logprobs >= 0)
     scored = None
     if len(wanted):

@@ -17,7 +17,7 @@ class StepExecutor:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._sampler = Sampler()
+        self._sampler = Sampler(runner.kernels.draw)
 
     def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
         """Start a step.

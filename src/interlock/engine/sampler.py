@@ -21,6 +21,7 @@ import torch
 
 from interlock.engine.batch import Batch, SamplingRows
 from interlock.engine.device_sampling import NOT_FINITE, NOTHING_ALLOWED, Best, draw_on_device
+from interlock.engine.draw import Draw
 from interlock.engine.draw_host import draw_host
 from interlock.engine.launched import Done, Launched
 from interlock.engine.logprobs import prompt_logprobs, token_logprobs
@@ -28,6 +29,7 @@ from interlock.engine.messages import TokenLogprob
 from interlock.engine.penalties import adjust_row
 from interlock.engine.sampled import SampledTokens
 from interlock.engine.upload import upload
+from interlock.kernels import torch_draw
 
 BLOCK_ELEMENTS = 1 << 20
 NO_MASKS: Mapping[int, torch.Tensor] = {}
@@ -36,7 +38,14 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Sampler:
-    """Stateless; what it remembers of a request is kept on the request."""
+    """Stateless; what it remembers of a request is kept on the request.
+
+    Args:
+        draw: ``Kernels.draw`` of the kernels that computed the logits; not used on a CPU.
+    """
+
+    def __init__(self, draw: Draw = torch_draw.draw) -> None:
+        self._draw = draw
 
     def sample_step(
         self,
@@ -77,7 +86,7 @@ class Sampler:
         if logits.device.type == "cpu":
             chosen = self.sample(logits, batch, masks=masks)
             return Done(SampledTokens(chosen.token_ids, chosen.logprobs, chosen.errors, scores))
-        return draw_on_device(logits, batch, best=best, masks=masks, prompt_logprobs=scores)
+        return draw_on_device(logits, batch, best=best, masks=masks, draw=self._draw, prompt_logprobs=scores)
 
     def sample(
         self, logits: torch.Tensor, batch: Batch, *, masks: Mapping[int, torch.Tensor] = NO_MASKS

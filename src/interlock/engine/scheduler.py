@@ -427,8 +427,8 @@ class Scheduler:
         """The cached prefix to admit ``head`` on, or None while there is no room for it.
 
         Room: its pages fit beside what requests in prefill still need and one page for each decoding
-        request that grows; in the window space also a chunk, or a quarter of the space where that is less (a chunk is
-        cut to the pages there are). When nobody is admitted it always has room.
+        request that grows; in the window space also a chunk, or a quarter of the space where that is less
+        (a chunk is cut to the pages there are). When nobody is admitted it always has room.
         """
         alone = not self._prefilling and not self._decoding
         if not alone and self._still_blocked(head):
@@ -467,7 +467,7 @@ class Scheduler:
         return window <= store.window_available()
 
     def _growing_windows(self) -> int:
-        """Decoding requests that will hold more window pages than now; the others give one back for each new."""
+        """Decoding requests that will hold more window pages than now; others give one back for each new."""
         if self.geometry.window is None:
             return 0
         _, slots = self._decode_order()

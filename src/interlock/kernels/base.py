@@ -151,6 +151,26 @@ class Kernels(Protocol):
         Accumulates in float32; the intermediate activation is rounded to x's dtype.
         """
 
+    def draw(
+        self,
+        logits: torch.Tensor,
+        *,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        uniforms: torch.Tensor,
+    ) -> torch.Tensor:
+        """One token of each row of float32 logits [r, V] -> int64 [r].
+
+        Weights are exp((logit - largest) / temperature). Those below ``min_p``, then those whose logit is
+        below the ``top_k``-th largest (0: all stay), then those outside the smallest set of largest ones that
+        holds ``top_p`` of what is left are dropped; what ties with the last one kept stays. The token is the
+        first whose cumulative weight, in order of id and in float64, exceeds ``uniforms`` times the total.
+        temperature float32, top_k int64, top_p, min_p and uniforms float64, each [r]. A row with NaN or
+        infinity gives any id.
+        """
+
     def sum_lanes(self, rows: torch.Tensor, ids: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """rows [n, k, h], ids int64 [n, k] -> [n, h]: sum over lanes in ascending lane order in float32,
         lanes with id -1 skipped (their rows may hold anything), rounded once to ``out_dtype``."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from interlock.kernels import torch_draw
 from interlock.kernels.base import ExpertRows, PackedExperts, PackedWeight
 from interlock.kernels.fp8_blocks import Fp8Blocks, linear_w8a8
 
@@ -158,6 +159,20 @@ class TorchKernels:
             activation = _wide((_silu(gate) * up).to(x.dtype))
             result = activation @ down[expert].to(wide.dtype).T
             out[rows.target[listed]] = (result * rows.weight[listed, None]).to(out.dtype)
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        *,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        uniforms: torch.Tensor,
+    ) -> torch.Tensor:
+        return torch_draw.draw(
+            logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, uniforms=uniforms
+        )
 
     def sum_lanes(self, rows: torch.Tensor, ids: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         wide = _wide(rows)

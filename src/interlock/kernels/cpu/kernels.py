@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import torch
 
+from interlock.kernels import torch_draw
 from interlock.kernels.base import ExpertRows, PackedExperts, PackedWeight
 from interlock.kernels.cpu.arena import WeightArena
 from interlock.kernels.cpu.library import native_library, raise_status
@@ -265,6 +266,20 @@ class CpuKernels:
         )
         if status:
             raise_status(status)
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        *,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        uniforms: torch.Tensor,
+    ) -> torch.Tensor:
+        return torch_draw.draw(
+            logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, uniforms=uniforms
+        )
 
     def sum_lanes(self, rows: torch.Tensor, ids: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         code = _type("rows", rows)

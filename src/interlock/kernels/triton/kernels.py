@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from interlock.kernels.base import ExpertRows, PackedExperts, PackedWeight
-from interlock.kernels.triton import attention, compile_ahead, linear, moe, norm, rope
+from interlock.kernels.triton import attention, compile_ahead, draw, linear, moe, norm, rope
 from interlock.kernels.triton.expert_tensors import GROUP, ExpertTensors, pad_width, quantise_blocks
 from interlock.kernels.triton.row_blocks import RowLists
 from interlock.kernels.triton.tuned import MoeConfig, MoeShape, load_table, nearest
@@ -147,6 +147,20 @@ class TritonKernels:
             block_rows=config.block_rows,
         )
         moe.compute(x, None, experts.data, lists, out, config)
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        *,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        uniforms: torch.Tensor,
+    ) -> torch.Tensor:
+        return draw.draw(
+            logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, uniforms=uniforms
+        )
 
     def sum_lanes(self, rows: torch.Tensor, ids: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         return moe.sum_lanes(rows, ids, out_dtype)
