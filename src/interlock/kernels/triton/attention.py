@@ -5,13 +5,20 @@
 from __future__ import annotations
 
 import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from interlock.kernels.triton.attention_kernels import attention_kernel, merge_kernel
 from interlock.kernels.triton.attention_tiles import PLAIN, AttentionTile, Phase, load_table
+from interlock.kernels.triton.pipelined_attention import pipelined_attention_kernel
 from interlock.kernels.triton.row_blocks import power_of_two
 
 TUNED_CHANNELS = 320
 """Query and value channels of a head, together, up to which tuned tiles fit into shared memory."""
+
+
+PIPELINED_ROWS = 128
+"""Query rows of a tile of ``pipelined_attention.py``."""
 
 
 def head_parts(width: int) -> tuple[int, int]:
@@ -29,6 +36,48 @@ def choose_tile(q: torch.Tensor, v_cache: torch.Tensor, sequences: int, *, windo
     if q.dtype == torch.float32 or width + value_width > TUNED_CHANNELS or heads // kv_heads > 16:
         return PLAIN[phase]
     return load_table().nearest(phase, windowed, sequences * kv_heads if phase == "decode" else tokens)
+
+
+def fits_pipeline(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Whether ``pipelined_attention.py`` computes these shapes and dtypes."""
+    heads, width = q.shape[1:]
+    page_size, kv_heads, value_width = v_cache.shape[1:]
+    group = heads // kv_heads
+    dtypes = {q.dtype, k_cache.dtype, v_cache.dtype}
+    dense = k_cache.is_contiguous() and v_cache.is_contiguous() and q.stride(1) % 8 == q.stride(0) % 8 == 0
+    sizes = width in (64, 128, 192) and value_width == 128 and page_size % 16 == 0
+    return dtypes == {torch.bfloat16} and dense and sizes and group == power_of_two(group) <= 128
+
+
+def _pipelined(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    query_start: torch.Tensor,
+    kv_len: torch.Tensor,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+    tile: AttentionTile,
+) -> torch.Tensor:
+    """Prefill by persistent programs; the tile's rows and warps are fixed there."""
+    tokens, heads, width = q.shape
+    page_size, kv_heads, value_width = v_cache.shape[1:]
+    out = torch.empty(tokens, heads, value_width, dtype=q.dtype, device=q.device)
+    places = tokens // (PIPELINED_ROWS // (heads // kv_heads)) + kv_len.shape[0]
+    programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    box = [16, 64]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
+    k, v = (TensorDescriptor.from_tensor(c.flatten(0, 1).flatten(1), box, layout) for c in (k_cache, v_cache))
+    pipelined_attention_kernel[(min(programs, places * kv_heads),)](
+        q, k, v, page_table, query_start, kv_len, sinks, out,
+        scale, window or 0, tokens, kv_len.shape[0], places, page_table.stride(0), q.stride(0), q.stride(1),
+        heads=heads, kv_heads=kv_heads, width=width, value_width=value_width, page_size=page_size,
+        keys=tile.keys_a_step, stages=tile.stages, has_window=window is not None,
+        has_sinks=sinks is not None, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def paged_attention(
@@ -55,6 +104,8 @@ def paged_attention(
         raise ValueError(f"scale: the kernel takes the largest score before it scales, got {scale}")
     decode = tokens <= sequences
     tile = tile or choose_tile(q, v_cache, sequences, windowed=window is not None)
+    if tile.specialised and not decode and fits_pipeline(q, k_cache, v_cache):
+        return _pipelined(q, k_cache, v_cache, page_table, query_start, kv_len, scale, window, sinks, tile)
     rows = max(16 if decode else tile.rows, power_of_two(group))
     tokens_a_block = 1 if decode else max(1, rows // group)
     max_keys = page_table.shape[1] * page_size

@@ -24,6 +24,7 @@ class AttentionTile:
         warps, stages: of Triton's launch.
         programs: programs aimed at in decode, by splitting the keys of a sequence; 0 never splits.
         split_keys: keys that a split has at least.
+        specialised: prefill by persistent programs with specialised warps, where they apply.
     """
 
     rows: int
@@ -32,6 +33,7 @@ class AttentionTile:
     stages: int
     programs: int = 0
     split_keys: int = 256
+    specialised: bool = False
 
     def key_splits(self, programs: int, max_keys: int) -> int:
         """How many programs share the keys of one sequence and head, from static sizes only."""
