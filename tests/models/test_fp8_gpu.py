@@ -13,6 +13,7 @@ import torch
 from interlock.checkpoint.dummy import DummyWeights
 from interlock.models.decoder_weights import decoder_specs
 from tests.harness import Harness, build_model, run_chunks
+from tests.models import real_width
 from tests.models.prompts import PROMPT
 from tests.models.test_dummy_weights import card, config_only
 from tests.tiny import flash, tiny_folder
@@ -40,14 +41,7 @@ HELD: dict[str, Any] = {
 }
 
 
-EMULATED: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "kv_cache_dtype": "bfloat16",
-    "moe_runner_backend": "torch_fp8",
-    "attention_weight_format": FP8,
-    "mlp_weight_format": FP8,
-    "expert_weight_format": FP8,
-}
+EMULATED = real_width.EMULATED
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +96,23 @@ def test_an_fp8_cache() -> None:
         relative(run_chunks(build_model(folder, **HELD | {"kv_cache_dtype": "fp8_e4m3"}), PROMPT), want)
         < 0.12
     )
+
+
+def test_real_widths_give_the_logits_that_a_cpu_emulated(tmp_path) -> None:
+    """Hidden 4096, expert width 2048, 64 heads, window and sinks: prefill in chunks, then decode."""
+    harness = real_width.build(tmp_path / "m", **HELD)
+    assert formats(harness) == (FP8, FP8, {FP8})
+    got, want = real_width.logits(harness), real_width.reference()
+    assert relative(got, want) < 0.02
+    assert float((got.argmax(1) == want.argmax(1)).float().mean()) > 0.8
+
+
+@pytest.mark.parametrize("runner", ["triton_fp8", "deep_gemm", "fastest_fp8"])
+def test_every_fp8_runner_gives_them(tmp_path, runner) -> None:
+    if runner != "triton_fp8":
+        pytest.importorskip("deep_gemm")
+    harness = real_width.build(tmp_path / "m", **HELD | {"moe_runner_backend": runner})
+    assert relative(real_width.logits(harness), real_width.reference()) < 0.02
 
 
 def test_dummy_weights_are_those_of_the_cpu(tmp_path) -> None:

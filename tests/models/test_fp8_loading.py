@@ -8,9 +8,11 @@ import torch
 
 from interlock.checkpoint.dummy import POOL_SIZE, DummyWeights, tile_into
 from interlock.kernels.fp8_blocks import Fp8Blocks
+from interlock.models.card_reader import find_family
 from interlock.models.decoder_weights import decoder_specs
 from interlock.plan.card import ModelCard
 from tests.harness import build_model, run_chunks
+from tests.models import real_width
 from tests.models.prompts import PROMPT
 from tests.models.test_dummy_weights import card
 from tests.tiny import flash, tiny_folder
@@ -104,3 +106,14 @@ def test_the_pool_is_tiled_from_any_place(size: int, first: int) -> None:
     out = torch.empty(size, dtype=torch.int32)
     tile_into(out, torch.arange(POOL_SIZE, dtype=torch.int32), first)
     assert torch.equal(out, (torch.arange(size) + first).remainder(POOL_SIZE).int())
+
+
+def test_the_carried_reference_is_of_this_model() -> None:
+    """tests/models/real_width.npz, which the GPU suite compares with: sizes, spread, no constant rows."""
+    found = find_family(real_width.config()).read_card(real_width.config())
+    rows = real_width.reference()
+    assert rows.shape == (len(real_width.TOKENS), found.vocab_size)
+    assert bool(rows.isfinite().all())
+    assert 0.5 < float(rows.std()) < 2
+    assert len({int(row.argmax()) for row in rows}) > len(rows) // 2
+    assert (found.weight_format, found.hidden_size, found.experts.intermediate_size) == (FP8, 4096, 2048)
