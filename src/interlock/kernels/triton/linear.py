@@ -1,5 +1,6 @@
-"""Linear layers on the GPU: bfloat16 through the vendor's library, block-fp8 weights through our own
-kernels."""
+"""Linear layers on the GPU: block-fp8 weights through our own kernels, bfloat16 through the vendor's library
+except where ours read a weight faster (few rows).
+"""
 
 from __future__ import annotations
 
@@ -7,17 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import linear as dense_linear
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from interlock.kernels.base import PackedWeight
-from interlock.kernels.triton import pipelined
 from interlock.kernels.triton.expert_tensors import GROUP, quantise_blocks
 from interlock.kernels.triton.fp8_rows import quantise_rows
-from interlock.kernels.triton.linear_gemm import linear_fp8_kernel
-from interlock.kernels.triton.row_blocks import power_of_two
-
-MULTIPROCESSORS = 132
-PIPELINED_ROWS = 512
+from interlock.kernels.triton.linear_launch import launch
+from interlock.kernels.triton.tuned_linear import Library, LinearShape, choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +42,8 @@ def linear(x: torch.Tensor, weight: PackedWeight, *, out_dtype: torch.dtype | No
         return linear_fp8(*quantise_rows(x), weight, out_dtype)
     if x.dtype != weight.dtype:
         return dense_linear(x.float(), weight.data.float()).to(out_dtype)
-    if out_dtype == torch.float32 and x.dtype == torch.bfloat16 and x.is_cuda:
-        return torch.mm(x, weight.data.T, out_dtype=torch.float32)
+    if x.dtype == torch.bfloat16 and x.is_cuda and x.dim() == 2:
+        return _linear_bf16(x, weight.data, out_dtype)
     return dense_linear(x, weight.data).to(out_dtype)
 
 
@@ -55,22 +51,23 @@ def linear_fp8(
     x: torch.Tensor, x_scales: torch.Tensor, weight: PackedWeight, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """x e4m3 [n, K] with x_scales float32 [K / 128, n] -> [n, N], float32 accumulation, rounded once."""
-    rows, width, depth = x.shape[0], weight.out_features, weight.in_features
-    out = torch.empty(rows, width, dtype=out_dtype, device=x.device)
+    rows, data = x.shape[0], weight.data
     if rows == 0:
-        return out
-    data: Fp8Weight = weight.data
-    if rows >= PIPELINED_ROWS and width % pipelined.COLUMNS == 0:
-        pipelined.dense(x, x_scales, data.weight, data.scales, out)
-        return out
-    block_rows = max(16, min(64, power_of_two(rows)))
-    block_n = 64 if width // 128 * -(-rows // block_rows) < 2 * MULTIPROCESSORS else 128
-    tiles = -(-width // block_n) * -(-rows // block_rows)
-    splits = max(1, min(4, depth // 1024, 2 * MULTIPROCESSORS // tiles))
-    target = out if splits == 1 else torch.empty(splits, rows, width, dtype=torch.float32, device=x.device)
-    linear_fp8_kernel[(tiles, splits)](
-        x, x_scales, TensorDescriptor.from_tensor(data.weight, [block_n, GROUP]), data.scales, target,
-        rows, x_scales.stride(0), width, rows * width, depth=depth, width=width, block_rows=block_rows,
-        block_n=block_n, splits=splits, stages=4, num_warps=4 if block_rows < 64 else 8,
-    )  # fmt: skip
-    return out if splits == 1 else target.sum(0).to(out_dtype)
+        return torch.empty(0, weight.out_features, dtype=out_dtype, device=x.device)
+    config = choose(LinearShape(weight.out_features, weight.in_features, "fp8"), rows)
+    assert not isinstance(config, Library), "no library computes block-fp8 linears"
+    return launch(config, x, x_scales, data.weight, data.scales, out_dtype)
+
+
+def _linear_bf16(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    config = choose(LinearShape(*weight.shape, "bfloat16"), max(1, x.shape[0]))
+    if x.shape[0] and not isinstance(config, Library) and weight.is_contiguous() and _aligned(x, weight):
+        return launch(config, x.contiguous(), None, weight, None, out_dtype)
+    if out_dtype == torch.float32:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return dense_linear(x, weight).to(out_dtype)
+
+
+def _aligned(*tensors: torch.Tensor) -> bool:
+    """Whether the bulk copy engine can read them: 16 bytes."""
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
