@@ -65,6 +65,12 @@ def make_plan(card: ModelCard, **overrides: Any) -> LaunchPlan:
         "log_format": "text",
         "drain_timeout": 20.0,
         "otlp_endpoint": "",
+        "tool_call_parser": "auto",
+        "reasoning_parser": "auto",
+        "cors_origins": "",
+        "max_waiting_requests": 0,
+        "request_timeout": 0.0,
+        "max_request_bytes": 1 << 24,
         "memory": MemoryEstimate(
             weights=0, kv_full=0, kv_window=0, a2a_buffers=0, activations=0, available=1 << 34
         ),

@@ -61,6 +61,12 @@ FROZEN = [
     "log_format",
     "drain_timeout",
     "otlp_endpoint",
+    "tool_call_parser",
+    "reasoning_parser",
+    "cors_origins",
+    "max_waiting_requests",
+    "request_timeout",
+    "max_request_bytes",
 ]
 
 RULES_ONLY = {
@@ -117,6 +123,12 @@ CHANGED: dict[str, tuple[str, dict[str, object]]] = {
     "log_format": ("json", {}),
     "drain_timeout": ("3", {}),
     "otlp_endpoint": ("http://127.0.0.1:4318", {}),
+    "tool_call_parser": ("hermes", {}),
+    "reasoning_parser": ("qwen3", {}),
+    "cors_origins": ("https://chat.example.org", {}),
+    "max_waiting_requests": ("7", {}),
+    "request_timeout": ("30", {}),
+    "max_request_bytes": ("1MiB", {}),
 }
 
 

@@ -245,6 +245,39 @@ _DEFINITIONS: Final = (
         help="OTLP/HTTP collector that gets a trace of every request; needs the extra otel",
         peers=("otlp-traces-endpoint", "enable-trace"),
     ),
+    Option(
+        "tool_call_parser", Kind.CHOICE, "auto", SERVER, items=("tool_call_parser",), engine=False,
+        choices=("auto", "none", "mimo", "qwen3_coder", "hermes", "qwen", "deepseek_v3", "deepseek_v31",
+                 "kimi_k2"),
+        help="how the model writes tool calls; auto reads its chat template",
+        peers=("enable-auto-tool-choice",),
+    ),
+    Option(
+        "reasoning_parser", Kind.CHOICE, "auto", SERVER, items=("reasoning_parser",), engine=False,
+        choices=("auto", "none", "mimo", "qwen3", "deepseek_r1", "deepseek_v31", "kimi_k2", "kimi"),
+        help="how the model writes its reasoning; auto reads its chat template",
+        peers=("enable-reasoning",),
+    ),
+    Option(
+        "cors_origins", Kind.TEXT, None, SERVER, items=("cors_origins",), engine=False,
+        help="origins of web pages that may ask this server, with commas between; * is any",
+        peers=("allowed-origins", "cors-allow-origins"),
+    ),
+    Option(
+        "max_waiting_requests", Kind.INTEGER, AUTO, SERVER, items=("max_waiting_requests",), minimum=1,
+        engine=False, help="requests that may wait for their turn; more are answered 429; auto is no limit",
+        peers=("max-queued-requests", "max-queue-size"),
+    ),
+    Option(
+        "request_timeout", Kind.NUMBER, 0.0, SERVER, items=("request_timeout",), minimum=0, engine=False,
+        help="seconds after which a request is ended, 0 for never; a request's own timeout may be shorter",
+        peers=("timeout", "gateway-timeout"),
+    ),
+    Option(
+        "max_request_bytes", Kind.BYTES, 16777216, SERVER, items=("max_request_bytes",), minimum=1024,
+        engine=False, help="largest request body; larger ones are answered 413",
+        peers=("max-body-size", "max-payload-size"),
+    ),
 )  # fmt: skip
 
 OPTIONS: Final[Mapping[str, Option]] = MappingProxyType({option.name: option for option in _DEFINITIONS})

@@ -65,6 +65,8 @@ class Launches:
             *("--max-model-len", 192, "--max-running-requests", 5, "--chunked-prefill-size", 48),
             *("--no-prefix-cache", "--served-model-name", "tea", "--host", "127.0.0.2"),
             *("--port", self.port("http"), "--api-key", KEY, "--log-level", "debug", "--evidence", "off"),
+            *("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--max-waiting-requests", 1),
+            *("--cors-origins", "https://chat.example.org", "--max-request-bytes", "64KiB"),
         )
         return Served(process, process.wait_for(READY)[1])
 
@@ -232,6 +234,62 @@ def refused(*flags: str, words: str) -> Proof:
     return prove
 
 
+def post(served: Served, path: str, **body: Any) -> httpx.Response:
+    return served.post(path, body, headers={"Authorization": f"Bearer {KEY}"})
+
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def prove_tool_call_parser(launches: Launches) -> None:
+    """Where the format is known, a forced call is looked at; where it is not, that is the error."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}
+    fields = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
+    known = post(launches.get("one"), "/v1/chat/completions", model="tea", **fields)
+    assert known.json()["error"]["param"] == "tools.0.function.parameters"
+    name = launches.get("two").get("/v1/models", headers={"Authorization": f"Bearer {KEY}"}).json()
+    other = post(launches.get("two"), "/v1/chat/completions", model=name["data"][0]["id"], **fields)
+    assert "--tool-call-parser" in other.json()["error"]["message"]
+
+
+def prove_reasoning_parser(launches: Launches) -> None:
+    answer = post(launches.get("one"), "/v1/chat/completions", model="tea", messages=MESSAGES, max_tokens=3)
+    assert "reasoning_content" in answer.raise_for_status().json()["choices"][0]["message"]
+
+
+def prove_cors_origins(launches: Launches) -> None:
+    for origin, allowed in (("https://chat.example.org", True), ("https://other.example.org", False)):
+        headers = launches.get("one").get("/version", headers={"Origin": origin}).headers
+        assert (headers.get("access-control-allow-origin") == origin) is allowed
+    headers = launches.get("two").get("/version", headers={"Origin": "https://chat.example.org"}).headers
+    assert "access-control-allow-origin" not in headers
+
+
+def prove_max_waiting_requests(launches: Launches) -> None:
+    served = launches.get("one")
+    body = {"model": "tea", "prompt": [5] * 8, "max_tokens": 150, "ignore_eos": True, "stream": True, "n": 30}
+    options = {"headers": {"Authorization": f"Bearer {KEY}"}, "timeout": 60}
+    with httpx.stream("POST", served.url + "/v1/completions", json=body, **options) as answer:
+        next(answer.iter_lines())
+        refused = post(served, "/v1/completions", model="tea", prompt="x")
+        assert refused.status_code == 429
+        assert "Retry-After" in refused.headers
+
+
+def prove_request_timeout(launches: Launches) -> None:
+    body = {"model": "tiny-random", "prompt": [5] * 8, "max_tokens": 240, "ignore_eos": True, "n": 16}
+    with serving("--request-timeout", "0.5") as served:
+        answer = served.post("/v1/completions", body)
+        ended = {(c["finish_reason"], c["stop_reason"]) for c in answer.json().get("choices", [])}
+        assert answer.status_code == 504 or ended == {("abort", "timeout")}
+
+
+def prove_max_request_bytes(launches: Launches) -> None:
+    answer = post(launches.get("one"), "/v1/completions", model="tea", prompt="x" * 70_000)
+    assert answer.status_code == 413
+    assert "65536" in answer.json()["error"]["message"]
+
+
 PROOFS: Final[Mapping[str, Proof]] = MappingProxyType(
     {
         "model": prove_model,
@@ -284,6 +342,12 @@ PROOFS: Final[Mapping[str, Proof]] = MappingProxyType(
         "log_level": prove_log_level,
         "log_format": prove_log_format,
         "drain_timeout": prove_drain_timeout,
+        "tool_call_parser": prove_tool_call_parser,
+        "reasoning_parser": prove_reasoning_parser,
+        "cors_origins": prove_cors_origins,
+        "max_waiting_requests": prove_max_waiting_requests,
+        "request_timeout": prove_request_timeout,
+        "max_request_bytes": prove_max_request_bytes,
         "otlp_endpoint": refused(
             *("tiny-random", "--otlp-endpoint", "udp://x:4317"),
             words="--otlp-endpoint udp://x:4317: is no http://",

@@ -14,6 +14,14 @@ from interlock.plan.receipts import option_of
 OWN: Final = frozenset(
     {"node_rank", "host", "port", "api_key_set", "evidence", "log_level", "served_model_name", "model"}
     | {"provenance", "memory", "card", "log_format", "drain_timeout", "otlp_endpoint"}
+    | {
+        "tool_call_parser",
+        "reasoning_parser",
+        "cors_origins",
+        "max_waiting_requests",
+        "request_timeout",
+        "max_request_bytes",
+    }
 )
 """Items that may differ between nodes, or are compared in their own way."""
 

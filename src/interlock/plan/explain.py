@@ -62,6 +62,12 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "log_format",
         "drain_timeout",
         "otlp_endpoint",
+        "tool_call_parser",
+        "reasoning_parser",
+        "cors_origins",
+        "max_waiting_requests",
+        "request_timeout",
+        "max_request_bytes",
     ),
 }
 """Items by group. ``card``, ``memory`` and ``provenance`` are shown in their own way."""

@@ -79,6 +79,9 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         dist_init: host:port of the ranks' rendezvous, "" for a free local port.
         log_format: "text" or "json".
         drain_timeout: seconds that running requests may go on after SIGTERM.
+        tool_call_parser, reasoning_parser: names of parsers, "auto" or "none".
+        cors_origins: origins that get CORS headers, with commas between; "" for none.
+        max_waiting_requests: 0 for no limit. request_timeout: seconds, 0 for none.
         otlp_endpoint: URL of an OTLP/HTTP collector of traces, "" for none.
     """
 
@@ -136,6 +139,12 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     log_format: str = "text"
     drain_timeout: float = 20.0
     otlp_endpoint: str = ""
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    cors_origins: str = ""
+    max_waiting_requests: int = 0
+    request_timeout: float = 0.0
+    max_request_bytes: int = 16777216
 
     memory: MemoryEstimate
     provenance: dict[str, Provenance]

@@ -37,7 +37,30 @@ def server_items(options: Options, facts: MachineFacts) -> dict[str, Decided[Any
         "log_format": from_.text(options, "log_format"),
         "drain_timeout": from_.number(options, "drain_timeout"),
         "otlp_endpoint": _otlp_endpoint(options, facts),
+        "tool_call_parser": from_.text(options, "tool_call_parser"),
+        "reasoning_parser": from_.text(options, "reasoning_parser"),
+        "cors_origins": _cors_origins(options),
+        "max_waiting_requests": from_.asked_integer(options, "max_waiting_requests")
+        or Decided(0, Source.DEFAULT, "default of --max-waiting-requests: no limit"),
+        "request_timeout": from_.number(options, "request_timeout"),
+        "max_request_bytes": from_.integer(options, "max_request_bytes"),
     }
+
+
+def _cors_origins(options: Options) -> Decided[str]:
+    asked = asked_text(options, "cors_origins")
+    if asked is None:
+        return Decided("", Source.DEFAULT, "default of --cors-origins: no CORS headers")
+    for origin in asked.value.split(","):
+        url = urlsplit(origin.strip())
+        if origin.strip() != "*" and (url.scheme not in ("http", "https") or not url.netloc or url.path):
+            raise Refusal(
+                option="--cors-origins",
+                given=asked.value,
+                rule=f"{origin.strip()!r} is no origin (scheme, host and port, without a path)",
+                alternatives=["--cors-origins https://chat.example.org,http://localhost:3000"],
+            )
+    return asked
 
 
 def _otlp_endpoint(options: Options, facts: MachineFacts) -> Decided[str]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from interlock.engine.client_protocol import EngineClient
 from interlock.server.auth import ApiKeyMiddleware
 from interlock.server.chat import chat_router
+from interlock.server.chat_formats import ChatFormats
 from interlock.server.completions import completions_router
 from interlock.server.context import ServerContext
+from interlock.server.cors import cors_policy
 from interlock.server.errors import install_error_handlers
 from interlock.server.gate import Gate, GateMiddleware
 from interlock.server.info import info_router
@@ -31,8 +34,8 @@ def create_app(
 ) -> FastAPI:
     """The application. ``app.state.context`` holds what its endpoints share.
 
-    There is no CORS header and no interactive documentation (it would load scripts from elsewhere);
-    ``/openapi.json`` describes the API.
+    There is no CORS header unless asked for, and no interactive documentation (it would load scripts from
+    elsewhere); ``/openapi.json`` describes the API.
     """
     context = ServerContext(
         engine=engine,
@@ -40,6 +43,7 @@ def create_app(
         settings=settings,
         metrics=Metrics(engine, settings.model_names[0]),
         names=TokenNames(tokenizer),
+        chat_formats=ChatFormats.of(tokenizer, settings),
         grammars=GrammarChecker(engine.plan),
         tracer=tracer or NoTracer(),
         gate=Gate(),
@@ -58,5 +62,7 @@ def create_app(
     if settings.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key, on_rejected=rejected)
     app.add_middleware(GateMiddleware, gate=context.gate, on_rejected=rejected)
+    if settings.cors_origins:
+        app.add_middleware(CORSMiddleware, **cors_policy(settings.cors_origins))
     app.add_middleware(RequestLogMiddleware)
     return app

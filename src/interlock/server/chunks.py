@@ -82,6 +82,14 @@ class ChunkWriter:
         scores = b',"logprobs":' + _encode(logprobs)
         return head + scores + b',"finish_reason":null,"stop_reason":null}]' + self._close()
 
+    def delta(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> bytes:
+        """Chat only: anything but plain text."""
+        head = self._heads[index] + b'"delta":' + _encode(delta)
+        if logprobs is None:
+            return head + self._plain_tail + self._close()
+        scores = b',"logprobs":' + _encode(logprobs)
+        return head + scores + b',"finish_reason":null,"stop_reason":null}]' + self._close()
+
     def finish(self, index: int, reason: str, stop_reason: int | str | None) -> bytes:
         """The last chunk of choice ``index``; it carries no text."""
         empty = b'"delta":{}' if self._chat else b'"text":""'

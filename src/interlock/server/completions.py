@@ -83,6 +83,7 @@ class _CompletionRequest:
             priority=body.priority or 0,
             arrival=arrival,
             grammar=grammar,
+            timeout=body.timeout,
         )
         return cls(body, context, generation, request_id)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from interlock.engine.client_protocol import EngineClient
+from interlock.server.chat_formats import ChatFormats
 from interlock.server.errors import ApiError, bad_request
 from interlock.server.gate import Gate
 from interlock.server.metrics import Metrics
@@ -32,15 +33,23 @@ class ServerContext:
     tracer: Tracer
     gate: Gate
     names: TokenNames
+    chat_formats: ChatFormats
     grammars: GrammarChecker
     limit: ContextLimit
     vocab_size: int
     created: int
     fingerprint: str
 
-    def detokenizer(self, *, skip_special_tokens: bool, continues: bool) -> Detokenizer:
-        """A fresh incremental decoder; ``continues`` for an answer, which goes on after its prompt."""
-        return Detokenizer(self.tokenizer, skip_special_tokens, continues=continues)
+    def detokenizer(
+        self, *, skip_special_tokens: bool, continues: bool, kept: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """A fresh incremental decoder.
+
+        Args:
+            continues: for an answer, which goes on after its prompt.
+            kept: special tokens that are text all the same.
+        """
+        return Detokenizer(self.tokenizer, skip_special_tokens, continues=continues, kept=kept)
 
     def live_requests(self) -> int:
         """Choices that were submitted and have not ended; every request of the engine comes through here."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -46,6 +47,8 @@ class Generation:
         priority: int,
         arrival: float,
         grammar: GrammarSpec | None = None,
+        kept_tokens: frozenset[int] = frozenset(),
+        timeout: float | None = None,
     ) -> None:
         """
         Args:
@@ -53,6 +56,8 @@ class Generation:
             request_id: unique in this process; choices append their index.
             arrival: ``time.perf_counter()`` when the HTTP request came.
             grammar: what every choice must match.
+            kept_tokens: special tokens that are text all the same.
+            timeout: seconds after ``arrival`` at which what still runs is ended; None is never.
         """
         self._engine: EngineClient = context.engine
         self._metrics: Metrics = context.metrics
@@ -60,6 +65,8 @@ class Generation:
         self._arrival = arrival
         self._prompt_lengths = [len(prompt.token_ids) for prompt in prompts]
         self._submitted: set[str] = set()
+        self._timeout = min(filter(None, (timeout, context.settings.request_timeout)), default=None)
+        self._is_late = False
         self.choices: list[Choice] = []
         for prompt, sampling in zip(prompts, samplings, strict=True):
             for sample in range(n):
@@ -72,7 +79,9 @@ class Generation:
                     priority=priority,
                     grammar=grammar,
                 )
-                detokenizer = context.detokenizer(skip_special_tokens=own.skip_special_tokens, continues=True)
+                detokenizer = context.detokenizer(
+                    skip_special_tokens=own.skip_special_tokens, continues=True, kept=kept_tokens
+                )
                 output = TextOutput(own, detokenizer)
                 self.choices.append(Choice(index, prompt, request, output))
 
@@ -88,11 +97,37 @@ class Generation:
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
         """Pieces of all choices in order of arrival; each choice ends with a finish reason.
 
+        What runs when the time is over ends with the reason "abort"; before its first token that is an error.
+
         Leaving early and errors abort every choice that is still running. Call ``abort`` before cancelling.
 
         Raises:
-            ApiError: the engine failed one of the choices.
+            ApiError: the engine failed one of the choices, or the time was over before one began.
         """
+        with self._time_limit():
+            async with aclosing(self._merged()) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    @contextmanager
+    def _time_limit(self) -> Iterator[None]:
+        if self._timeout is None:
+            yield
+            return
+        left = max(0.0, self._arrival + self._timeout - time.perf_counter())
+        task = asyncio.create_task(self._end_after(left))
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _end_after(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._is_late = True
+        for request_id in tuple(self._submitted):
+            await self._engine.abort(request_id)
+
+    async def _merged(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
         if len(self.choices) == 1:
             choice = self.choices[0]
             async with aclosing(self._run(choice)) as run:
@@ -138,6 +173,8 @@ class Generation:
                 if delta.finish_reason == "error":
                     raise _failure(delta)
                 piece = output.push(delta)
+                if piece.finish_reason == "abort" and self._is_late:
+                    piece = self._late(piece, output)
                 if piece.finish_reason is not None:
                     await self._abort_one(request_id)
                 yield piece
@@ -157,6 +194,18 @@ class Generation:
                 clock.aborted()
             if isinstance(stream, AsyncGenerator):
                 await stream.aclose()
+
+    def _late(self, piece: Piece, output: TextOutput) -> Piece:
+        """The last piece of a choice whose time was over."""
+        if output.completion_tokens:
+            return piece._replace(stop_reason="timeout")
+        raise ApiError(
+            504,
+            f"not begun within {self._timeout:g} seconds (timeout); try again later",
+            param="timeout",
+            code="timeout",
+            headers={"Retry-After": "1"},
+        )
 
     async def _abort_one(self, request_id: str) -> None:
         if request_id in self._submitted:

@@ -81,6 +81,7 @@ class GenerationBody(Body):
     prompt_logprobs: Count | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Int32 | None = None
+    timeout: Annotated[float, Field(gt=0, le=86_400)] | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -137,6 +138,17 @@ class TemplateBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class ToolName(Body):
+    name: str
+
+
+class NamedToolChoice(Body):
+    """Forces a call of one function."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
 class ChatBody(GenerationBody, TemplateBody):
     """``POST /v1/chat/completions``."""
 
@@ -144,7 +156,9 @@ class ChatBody(GenerationBody, TemplateBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     modalities: list[Literal["text"]] | None = None

@@ -57,6 +57,9 @@ class ServerSettings:
         api_key: expected bearer token; None leaves the server open. Never printed.
         sampling_defaults: values of sampling fields that a request leaves out.
         max_body_bytes: larger request bodies are refused with 413.
+        cors_origins: origins that get CORS headers; empty for none.
+        request_timeout: seconds after which a request is ended; None is no limit.
+        tool_call_parser, reasoning_parser: names, "auto" (from the chat template) or "none".
         max_waiting: requests beyond the running ones that may wait, over all replicas; more are
             refused with 429. None is no limit.
         max_choices: prompts x n that one HTTP request may ask for.
@@ -68,6 +71,10 @@ class ServerSettings:
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     max_body_bytes: int = 16 * 1024 * 1024
     max_waiting: int | None = None
+    cors_origins: tuple[str, ...] = ()
+    request_timeout: float | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     max_choices: int = 2048
     max_logprobs: int = 20
 
@@ -90,4 +97,10 @@ class ServerSettings:
             model_names=(plan.served_model_name,),
             api_key=api_key,
             sampling_defaults=SamplingDefaults.from_generation_config(generation_config or {}),
+            max_body_bytes=plan.max_request_bytes,
+            max_waiting=plan.max_waiting_requests or None,
+            cors_origins=tuple(origin.strip() for origin in plan.cors_origins.split(",") if origin.strip()),
+            request_timeout=plan.request_timeout or None,
+            tool_call_parser=plan.tool_call_parser,
+            reasoning_parser=plan.reasoning_parser,
         )

@@ -23,14 +23,20 @@ class Detokenizer:
         skip_special_tokens: leave out special tokens.
         continues: the ids continue a text, so a leading space belongs to it and is kept (matters for
             SentencePiece vocabularies only, which drop the first space of a text).
+        kept: special tokens that are not left out.
     """
 
     __slots__ = ("_strip", "_token_bytes", "_utf8")
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, continues: bool = False
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        *,
+        continues: bool = False,
+        kept: frozenset[int] = frozenset(),
     ) -> None:
-        self._token_bytes = tokenizer.byte_table(skip_special_tokens)
+        self._token_bytes = tokenizer.byte_table(skip_special_tokens, kept)
         self._strip = 0 if continues else tokenizer.strip_left
         self._utf8 = _utf8_decoder("replace")
 

@@ -60,7 +60,7 @@ class Tokenizer:
         self.eos_token_ids = tuple(eos_token_ids)
         self.strip_left = decoder.strip_left
         self._all_bytes = _ByteTable(self._look_up_bytes)
-        self._plain_bytes = _ByteTable(self._look_up_plain_bytes)
+        self._kept_bytes: dict[frozenset[int], _ByteTable] = {}
 
     @property
     def bos_token_id(self) -> int | None:
@@ -71,6 +71,11 @@ class Tokenizer:
     def pad_token_id(self) -> int | None:
         """Id of the padding token, if the model has one."""
         return self._id_of("pad_token")
+
+    @property
+    def chat_template_text(self) -> str:
+        """The source of all chat templates, "" without one."""
+        return "\n".join(self._chat_templates.sources.values())
 
     @property
     def has_chat_template(self) -> bool:
@@ -111,9 +116,18 @@ class Tokenizer:
         """The bytes that a token stands for."""
         return self._all_bytes[token_id]
 
-    def byte_table(self, skip_special_tokens: bool) -> Mapping[int, bytes]:
-        """Bytes by token id, as ``Detokenizer`` reads them."""
-        return self._plain_bytes if skip_special_tokens else self._all_bytes
+    def byte_table(
+        self, skip_special_tokens: bool, kept: frozenset[int] = frozenset()
+    ) -> Mapping[int, bytes]:
+        """Bytes by token id, as ``Detokenizer`` reads them; ``kept``: special tokens that are text."""
+        if not skip_special_tokens:
+            return self._all_bytes
+        table = self._kept_bytes.get(kept)
+        if table is None:
+            dropped = self.special_token_ids - kept
+            table = _ByteTable(lambda token_id: b"" if token_id in dropped else self._all_bytes[token_id])
+            self._kept_bytes[kept] = table
+        return table
 
     def apply_chat_template(
         self,
@@ -142,9 +156,6 @@ class Tokenizer:
     def _look_up_bytes(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id) if token_id >= 0 else None
         return b"" if token is None else self._decoder.token_bytes(token)
-
-    def _look_up_plain_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self.special_token_ids else self._all_bytes[token_id]
 
 
 def load_tokenizer(folder: Path | str) -> Tokenizer:

@@ -1,0 +1,91 @@
+"""How the served model writes tool calls and reasoning: by option, or read off its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from interlock.server.chat_output import OutputFormat
+from interlock.server.errors import bad_request
+from interlock.server.reasoning import REASONING_FORMATS, ReasoningFormat, reasoning_format_for
+from interlock.server.settings import ServerSettings
+from interlock.server.tool_parsers import TOOL_PARSERS, tool_parser_for
+from interlock.server.tool_parsers.base import Tool, ToolParser
+from interlock.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ChatFormats:
+    """Attributes:
+    parser, reasoning: None where the model writes none that is known.
+    markers: special tokens of both formats, which must not be left out of the text.
+    call_markers: those of tool calls.
+    reasoning_end: the token that ends the reasoning, None where it is no single token.
+    """
+
+    parser: type[ToolParser] | None
+    reasoning: ReasoningFormat | None
+    markers: frozenset[int]
+    call_markers: tuple[int, ...]
+    reasoning_end: int | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, settings: ServerSettings) -> ChatFormats:
+        """The formats of ``tokenizer``'s templates, or those that ``settings`` name."""
+        template = tokenizer.chat_template_text
+        if settings.tool_call_parser == "auto":
+            parser = tool_parser_for(template)
+        else:
+            parser = TOOL_PARSERS.get(settings.tool_call_parser)
+        if settings.reasoning_parser == "auto":
+            reasoning = reasoning_format_for(template)
+        else:
+            reasoning = REASONING_FORMATS.get(settings.reasoning_parser)
+        special = {tokenizer.token_text(token): token for token in tokenizer.special_token_ids}
+        calls = [special[text] for text in (parser.markers if parser else ()) if text in special]
+        around = (reasoning.opening, reasoning.closing) if reasoning else ()
+        thoughts = [special[text] for text in around if text in special]
+        end = tokenizer.encode(reasoning.closing, add_special_tokens=False) if reasoning else []
+        return cls(
+            parser=parser,
+            reasoning=reasoning,
+            markers=frozenset(calls + thoughts),
+            call_markers=tuple(sorted(set(calls))),
+            reasoning_end=end[0] if len(end) == 1 else None,
+        )
+
+    def output(
+        self, prompt: str, tools: Sequence[Tool], *, single_call: bool, separate: bool, show: bool
+    ) -> OutputFormat:
+        """How an answer to ``prompt`` is read.
+
+        Args:
+            tools: empty when no call is expected.
+            separate: take the reasoning out of the content; ``show``: and hand it to the client.
+        """
+        reasoning = self.reasoning if separate else None
+        return OutputFormat(
+            reasoning=reasoning,
+            starts_inside=reasoning is not None and reasoning.starts_inside(prompt),
+            shows_reasoning=show,
+            parser=self.parser if tools else None,
+            tools=tools,
+            single_call=single_call,
+        )
+
+    def constraint_start(self, prompt: str, param: str) -> int | None:
+        """The token after which a constraint of the answer begins: the end of reasoning that ``prompt`` has
+        opened, else None for the first token.
+
+        Raises:
+            ApiError: 400, the end of the reasoning is no token of its own.
+        """
+        if self.reasoning is None or not self.reasoning.starts_inside(prompt):
+            return None
+        if self.reasoning_end is None:
+            raise bad_request(
+                f"{param}: the prompt ends inside the model's reasoning, whose end is no single token; turn "
+                "the reasoning off (chat_template_kwargs)",
+                param=param,
+            )
+        return self.reasoning_end
