@@ -1,4 +1,5 @@
-"""Every kernel of a dense linear against what its operands stand for, on a CUDA device (``pytest -m gpu``)."""
+"""Every kernel of a dense linear against what its operands stand for, on a CUDA device (``pytest -m
+gpu``)."""
 
 from __future__ import annotations
 

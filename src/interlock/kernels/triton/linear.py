@@ -60,7 +60,7 @@ def linear_fp8(
 
 
 def _linear_bf16(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    config = choose(LinearShape(*weight.shape, "bfloat16"), max(1, x.shape[0]))
+    config = choose(LinearShape(weight.shape[0], weight.shape[1], "bfloat16"), max(1, x.shape[0]))
     if x.shape[0] and not isinstance(config, Library) and weight.is_contiguous() and _aligned(x, weight):
         return launch(config, x.contiguous(), None, weight, None, out_dtype)
     if out_dtype == torch.float32:

@@ -165,12 +165,12 @@ def _multiply(
     if early:
         gdc_wait()
     depth: gl.constexpr = 32 if fp8 else 16
+    seconds: gl.constexpr = block_rows if weights_first else block_n
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, seconds, depth])
     if weights_first:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_rows, depth])
         total = gl.zeros([block_n, block_rows], gl.float32, layout)
         row = first + gl.arange(0, block_rows, gl.SliceLayout(0, layout))
     else:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, depth])
         total = gl.zeros([64, block_n], gl.float32, layout)
         row = first + gl.arange(0, 64, gl.SliceLayout(1, layout))
     if fp8:
@@ -180,17 +180,16 @@ def _multiply(
         )  # fmt: skip
     else:
         total = _plain_sum(ring, total, steps, boxes, stages, weights_first)
-    result = total.to(out.dtype.element_ty)
+    by_column: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+    by_row: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    stored: gl.constexpr = by_column if weights_first else by_row
+    result = gl.convert_layout(total.to(out.dtype.element_ty), stored)
     if weights_first:
-        stored: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
-        result = gl.convert_layout(result, stored)
         row = first + gl.arange(0, block_rows, gl.SliceLayout(0, stored))
         where_column = column + gl.arange(0, block_n, gl.SliceLayout(1, stored))
         where = gl.expand_dims(row.to(gl.int64) * out_stride, 0) + gl.expand_dims(where_column, 1)
         mask = gl.expand_dims(row < rows, 0) & gl.expand_dims(where_column < width, 1)
     else:
-        stored: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-        result = gl.convert_layout(result, stored)
         inside = gl.arange(0, 64, gl.SliceLayout(1, stored))
         where_column = column + gl.arange(0, block_n, gl.SliceLayout(0, stored))
         row = first + inside
