@@ -59,6 +59,7 @@ class InProcessArm:
             0: {
                 **self._runner.receipts(),
                 **observe_scheduler(self._scheduler),
+                "overlap_schedule": False,
                 "stall_timeout": plan.stall_timeout,
                 "nnodes": 1,
                 "node_rank": 0,
