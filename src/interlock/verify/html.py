@@ -9,28 +9,37 @@ from html import escape
 from interlock.evidence.schema import Arm
 from interlock.verify.report import PromptReport, Report, summary
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 720, 150, 56, 26
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 720, 120, 44, 8, 26
+WIDEST_BAR = 18
+MOST_NUMBERS = 12
 SMALLEST = 1e-9
 
 STYLE = """
-:root { color-scheme: light dark; --fg: #1b1f24; --bg: #ffffff; --soft: #f3f4f6; --line: #d0d5db;
-  --good: #1a7f37; --mild: #9a6700; --bad: #cf222e; --accent: #0b63ce; --second: #8250df; }
-@media (prefers-color-scheme: dark) { :root { --fg: #e6e8eb; --bg: #14171b; --soft: #1e2329; --line: #3a424c;
-  --good: #3fb950; --mild: #d29922; --bad: #ff7b72; --accent: #58a6ff; --second: #bc8cff; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg); max-width: 1000px;
-  margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-code, pre { background: var(--soft); padding: .1rem .3rem; border-radius: 4px; overflow-wrap: anywhere; }
-details { margin: .6rem 0; border: 1px solid var(--line); border-radius: 6px; padding: .4rem .8rem; }
-summary { cursor: pointer; }
-.verdict { padding: .6rem 1rem; border-radius: 6px; background: var(--soft); border-left: 5px solid; }
+:root { color-scheme: light dark; --fg: #18212b; --muted: #5a6775; --bg: #f4f6f8; --panel: #ffffff;
+  --line: #dbe1e7; --good: #12735d; --mild: #9a6208; --bad: #b42318; --accent: #12735d; --second: #8250df; }
+@media (prefers-color-scheme: dark) { :root { --fg: #dfe6ed; --muted: #93a1af; --bg: #0e1217;
+  --panel: #151b22; --line: #27313b; --good: #46c09f; --mild: #e0a94a; --bad: #ff8579; --accent: #46c09f; --second: #bc8cff; } }
+* { box-sizing: border-box; }
+body { font: 14px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg); max-width: 1000px;
+  margin: 0 auto; padding: 1.5rem 1rem 3rem; font-variant-numeric: tabular-nums; }
+h1 { font-size: 1.25rem; margin: 0 0 .8rem; } h2 { font-size: .95rem; margin: 1.6rem 0 .5rem; }
+table, details, .verdict { background: var(--panel); border: 1px solid var(--line); border-radius: 10px; }
+table { border-collapse: separate; border-spacing: 0; width: 100%; overflow: hidden; }
+th, td { text-align: left; padding: .32rem .8rem; border-bottom: 1px solid var(--line); vertical-align: top;
+  overflow-wrap: anywhere; }
+th { font-size: .82rem; font-weight: 600; color: var(--muted); white-space: nowrap; }
+tr:last-child > * { border-bottom: 0; }
+details { margin: .6rem 0; padding: .5rem .9rem; } details details { border: 0; margin: 0; padding: .2rem 0; }
+details[open] > summary { margin-bottom: .4rem; } summary { cursor: pointer; }
+p { margin: .5rem 0; } p.note { color: var(--muted); font-size: .85rem; margin-top: .9rem; }
+.verdict { padding: .7rem 1rem; border-left: 4px solid; font-weight: 600; margin: 0 0 1rem; }
 .good { color: var(--good); } .mild { color: var(--mild); } .bad { color: var(--bad); }
-svg { width: 100%; height: auto; } svg text { fill: var(--fg); font: 11px system-ui, sans-serif; }
+svg { display: block; width: 100%; height: auto; }
+svg text { fill: var(--muted); font: 11px system-ui, sans-serif; }
 svg .axis { stroke: var(--line); } svg .limit { stroke: var(--mild); stroke-dasharray: 4 3; }
 svg .mark { stroke: var(--bad); stroke-dasharray: 2 3; }
-.a { fill: var(--accent); } .b { fill: var(--second); }
+.a { fill: var(--accent); opacity: .85; } .b { fill: var(--second); opacity: .85; }
+@media (max-width: 560px) { th, td { padding: .3rem .4rem; } }
 """
 
 CLASSES = {"bit-identical": "good", "within rounding": "mild", "different": "bad"}
@@ -47,7 +56,7 @@ def page(report: Report) -> str:
         _facts(report),
         "<h2>Prompts</h2>",
         _table(report.prompts),
-        *(_prompt(prompt, report.tolerance) for prompt in report.prompts),
+        *_prompts(report),
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -94,21 +103,36 @@ def _table(prompts: Sequence[PromptReport]) -> str:
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
 
+def _prompts(report: Report) -> Iterator[str]:
+    """The prompts that differ, open; then those that do not, together under one line."""
+    same = [prompt for prompt in report.prompts if prompt.outcome.outcome == "bit-identical"]
+    for prompt in report.prompts:
+        if prompt not in same:
+            yield _prompt(prompt, report.tolerance)
+    if same:
+        inner = "".join(_prompt(prompt, report.tolerance) for prompt in same)
+        title = f'<span class="good">{len(same)} bit-identical</span>'
+        yield f"<details><summary>{title}</summary>{inner}</details>"
+
+
 def _prompt(prompt: PromptReport, tolerance: float) -> str:
     outcome = prompt.outcome
     is_open = " open" if outcome.outcome != "bit-identical" else ""
     parts = [
-        f"<details{is_open}><summary>Prompt {outcome.index + 1}, {outcome.tokens} tokens, "
+        f"<details{is_open}><summary>Prompt {outcome.index + 1}, {_tokens(outcome.tokens)}, "
         f'<span class="{CLASSES[outcome.outcome]}">{outcome.outcome}</span></summary>'
     ]
     if outcome.details:
         parts.append(f"<p>{escape(outcome.cause)}: {escape(outcome.details)}</p>")
     marks = sorted({end for ends in prompt.chunk_ends for end in ends[:-1]})
-    parts.append("<p>Difference of log-probabilities by position (dashed: a prefill step ends)</p>")
+    parts.append(
+        '<p class="note">Difference of log-probabilities by position (dashed: a prefill step ends)</p>'
+    )
     parts.append(_by_position(prompt, tolerance, marks))
     if prompt.layers:
         parts.append(
-            '<p>Relative difference by layer: <span style="color:var(--accent)">attention</span>, '
+            '<p class="note">Relative difference by layer: '
+            '<span style="color:var(--accent)">attention</span>, '
             '<span style="color:var(--second)">MLP or experts</span>; below, the share of tokens with the '
             "same experts</p>"
         )
@@ -132,7 +156,8 @@ def _by_position(prompt: PromptReport, tolerance: float, marks: Sequence[int]) -
         parts.append(_line(LEFT, axis.y(tolerance), WIDTH, axis.y(tolerance), "limit"))
     parts += [_line(LEFT + mark * step, 0, LEFT + mark * step, HEIGHT, "mark") for mark in marks]
     for position, value in zip(prompt.positions, prompt.differences, strict=True):
-        parts.append(axis.bar(LEFT + position * step, max(step - 0.4, 0.6), value, "a"))
+        width = min(max(step - 0.4, 0.6), WIDEST_BAR)
+        parts.append(axis.bar(LEFT + position * step, width, value, "a"))
     parts += _numbers(span, step)
     return _svg(parts)
 
@@ -143,8 +168,9 @@ def _by_layer(prompt: PromptReport) -> str:
     parts = list(axis.lines())
     for index, row in enumerate(prompt.layers):
         left = LEFT + index * step
-        parts.append(axis.bar(left + step * 0.1, step * 0.38, row.attention, "a"))
-        parts.append(axis.bar(left + step * 0.5, step * 0.38, row.mlp, "b"))
+        width = min(step * 0.38, WIDEST_BAR)
+        parts.append(axis.bar(left + step * 0.1, width, row.attention, "a"))
+        parts.append(axis.bar(left + step * 0.1 + width + 1, width, row.mlp, "b"))
         if row.same_routes is not None and len(prompt.layers) <= 24:
             parts.append(f'<text x="{left:.1f}" y="{HEIGHT + 22}">{row.same_routes:.0%}</text>')
     parts += _numbers(len(prompt.layers), step, y=HEIGHT + 11)
@@ -183,7 +209,8 @@ class _Axis:
 
 
 def _numbers(count: int, step: float, y: float = HEIGHT + 14) -> list[str]:
-    every = max(1, 10 ** max(0, math.ceil(math.log10(max(count, 1) / 12))))
+    steps = (step * 10**power for power in range(7) for step in (1, 2, 5))
+    every = next(step for step in steps if count / step <= MOST_NUMBERS)
     return [f'<text x="{LEFT + index * step:.1f}" y="{y}">{index}</text>' for index in range(0, count, every)]
 
 
@@ -192,4 +219,9 @@ def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
 
 
 def _svg(parts: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT + BOTTOM}" role="img">{"".join(parts)}</svg>'
+    box = f"0 {-TOP} {WIDTH} {TOP + HEIGHT + BOTTOM}"
+    return f'<svg viewBox="{box}" role="img">{"".join(parts)}</svg>'
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token" + ("" if count == 1 else "s")
