@@ -276,7 +276,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the two JSON files")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which no new size is begun")
-    parser.add_argument("--processes", type=int, default=16)
+    parser.add_argument("--processes", type=int, default=32)
     options = parser.parse_args()
     begun = time.monotonic()
     jobs = [

@@ -9,6 +9,7 @@ from interlock.kernels.base import ExpertRows
 from interlock.kernels.torch_reference import TorchKernels
 from interlock.kernels.triton.row_blocks import reference_lists, reference_quantise
 from interlock.kernels.triton.tuned import MoeConfig, Tile
+from tests.kernels.cases import paged_case
 from tests.kernels.triton_cases import random_routes, reference_lanes, relative
 
 pytestmark = pytest.mark.gpu
@@ -213,7 +214,8 @@ def test_norm_quantises_what_it_would_have_returned(kernels) -> None:
 
     x, residual, weight = draw(33, 4096), draw(33, 4096, seed=1), draw(4096, seed=2)
     plain, total = norm.add_rms_norm(x, residual, weight, 1e-5)
-    values, scales, again = norm.add_rms_norm_quantised(x, residual, weight, 1e-5)
+    rows, again = norm.add_rms_norm_quantised(x, residual, weight, 1e-5)
+    values, scales = rows.values, rows.scales
     want, want_scales = reference_quantise(plain)
     assert torch.equal(total, again)
     assert torch.equal(values.float(), want.float())
@@ -306,6 +308,45 @@ def test_paged_attention_equals_float64(kernels, shape, window, sinks, lengths, 
     assert bool((got[tokens:] == 0).all())
     exact = kernels.paged_attention(q[:tokens], k_cache=k_cache, v_cache=v_cache, **arguments)
     assert relative(exact, want[:tokens]) < (1e-2 if dtype == BF16 else 1e-5)
+
+
+ATTENTION_TILES = {
+    "plain": (128, 64, 8, 2),
+    "three-stages": (128, 64, 8, 3),
+    "64-rows": (64, 64, 4, 2),
+    "no-pipeline": (64, 128, 4, 1),
+    "specialised-128": (128, 128, 4, 2, 0, 256, True),
+    "specialised-64": (128, 64, 4, 3, 0, 256, True),
+    "splits": (64, 32, 4, 2, 10**6, 32),
+}
+
+
+@pytest.mark.parametrize("tile", ATTENTION_TILES)
+@pytest.mark.parametrize(("kv_heads", "window", "page_size"), [
+    (4, None, 16), (8, 128, 16), (4, 128, 64), (8, None, 64)])  # fmt: skip
+@pytest.mark.parametrize("lengths", [
+    [(200, 200), (1, 300), (77, 500), (0, 5), (3, 64), (129, 1200)], [(1, 150), (1, 1), (0, 9), (1, 1333)],
+    [(400, 400)]])  # fmt: skip
+def test_attention_tiles(kernels, tile, kv_heads, window, page_size, lengths) -> None:
+    """Slots that no key fills hold NaN, and q is a view of wider rows, as behind the qkv projection."""
+    from interlock.kernels.triton.attention import paged_attention
+    from interlock.kernels.triton.attention_tiles import AttentionTile
+
+    case = paged_case(
+        lengths, nh=64, kvh=kv_heads, hd=192, vd=128, page_size=page_size, window=window, sinks=kv_heads == 8,
+        dtype=BF16, padding=3,
+    )  # fmt: skip
+    want = case.in_float64()
+    arguments = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value
+        for name, value in case.arguments().items()
+    }
+    wide = torch.full((len(case.q), 64 * 192 + 320), float("nan"), dtype=BF16, device="cuda")
+    q = wide[:, : 64 * 192].unflatten(1, (64, 192))
+    q.copy_(case.q)
+    got = paged_attention(q, tile=AttentionTile(*ATTENTION_TILES[tile]), **arguments)
+    assert relative(got.cpu(), want) < 1e-2
+    assert bool((got[-3:] == 0).all())
 
 
 def test_a_layer_can_be_captured_and_replayed(kernels) -> None:

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interlock.kernels.triton import attention_tiles
+from interlock.kernels.triton.attention_tiles import AttentionTile
 from interlock.kernels.triton.expert_tensors import ExpertTensors, pad_width, quantise_blocks
 from interlock.kernels.triton.row_blocks import (
     max_row_blocks,
@@ -22,7 +24,7 @@ from interlock.kernels.triton.row_blocks import (
 from interlock.kernels.triton.tuned import MoeConfig, MoeShape, Tile, load_table, nearest, parse_table
 from tests.kernels.triton_cases import random_routes, reference_lanes, relative
 
-LIGHT_MODULES = ("row_blocks", "tuned", "expert_tensors")
+LIGHT_MODULES = ("row_blocks", "tuned", "expert_tensors", "attention_tiles")
 
 
 def test_light_modules_import_no_triton() -> None:
@@ -171,3 +173,31 @@ def test_padding_the_width_changes_no_result() -> None:
     assert wide_gate_up.shape == (2, 256, 128)
     assert wide_down.shape == (2, 128, 128)
     assert relative(reference_lanes(x, ids, weights, ExpertTensors(wide_gate_up, wide_down)), plain) < 1e-12
+
+
+def test_attention_takes_the_tile_of_the_nearest_load() -> None:
+    few, many = AttentionTile(16, 64, 4, 2, 528), AttentionTile(16, 128, 8, 1)
+    document = {"attention": [attention_tiles.entry("decode", True, {2048: many, 8: few})]}
+    table = attention_tiles.parse_table(json.loads(json.dumps(document)))
+    assert [table.nearest("decode", True, load) for load in (0, 8, 100, 200, 5000)] == [few] * 3 + [many] * 2
+    assert table.nearest("decode", False, 8) == attention_tiles.PLAIN["decode"]
+    assert table.nearest("prefill", True, 8192) == attention_tiles.PLAIN["prefill"]
+
+
+def test_the_stored_attention_table_can_be_read() -> None:
+    table = attention_tiles.load_table()
+    for (phase, _), tiles in table.by_kind.items():
+        assert phase in attention_tiles.PLAIN
+        for load, tile in tiles:
+            assert load > 0
+            assert tile.keys_a_step in (32, 64, 128)
+            assert not (tile.specialised and phase == "decode")
+
+
+@given(programs=st.integers(0, 5000), max_keys=st.integers(1, 200_000))
+def test_keys_are_split_within_bounds(programs, max_keys) -> None:
+    tile = AttentionTile(16, 64, 4, 2, 528, 256)
+    splits = tile.key_splits(programs, max_keys)
+    assert 1 <= splits <= 64
+    assert splits == 1 or (splits * programs <= 528 and (splits - 1) * 256 < max_keys)
+    assert AttentionTile(16, 64, 4, 2).key_splits(programs, max_keys) == 1

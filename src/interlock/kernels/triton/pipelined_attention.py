@@ -5,8 +5,8 @@ groups of four warps own 64 query rows each and run unsynchronised, so that one 
 other multiplies. Rows are (token, head of a group), as in ``attention_kernels.py``; tiles of 128 rows are
 dealt out in turn, those with the most keys first.
 
-Stages hold 64 channels side by side, pieces of 16 keys each; a step may take in keys behind the last one (a
-valid page again), whose scores are hidden and whose values are set to zero.
+Stages hold 64 channels side by side, pieces of 16 keys each; a step may take in keys that no row sees (behind
+the last one a valid page again), whose scores are hidden and whose values are set to zero.
 
 Legend: C = 64 channels, G = 16 keys of a piece, S keys a step.
 """
@@ -122,7 +122,7 @@ def _feed(
 
 @gluon.jit
 def _take(
-    key, count, end, position, window, factor, queries, ring, largest, total, left, right,
+    key, count, first_seen, end, position, window, factor, queries, ring, largest, total, left, right,
     half: gl.constexpr, k_parts: gl.constexpr, keys: gl.constexpr, stages: gl.constexpr,
     masked: gl.constexpr, has_window: gl.constexpr, scores: gl.constexpr, results: gl.constexpr,
 ):  # fmt: skip
@@ -160,9 +160,10 @@ def _take(
     right = right * spread
     mbarrier.wait(v_full.index(stage), phase)
     if masked:  # noqa: SIM102
-        if key + keys > end:
+        if (key + keys > end) | (key < first_seen):
             rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            held = gl.expand_dims(key + gl.arange(0, keys, gl.SliceLayout(1, rows)) < end, 1)
+            behind = key + gl.arange(0, keys, gl.SliceLayout(1, rows))
+            held = gl.expand_dims((behind >= first_seen) & (behind < end), 1)
             for part in gl.static_range(2):
                 value = v_stages.index(stage * 2 + part)
                 value.store(gl.where(held, value.load(rows), 0.0))
@@ -230,17 +231,18 @@ def _attend(
             left = gl.zeros([HALF, CHANNELS], gl.float32, results)
             right = left
             middle = key
+            first_seen = gl.maximum(position - window + 1, 0) if has_window else 0
             if not has_window:
                 middle = (position + 1) // keys * keys
                 for at in range(key, middle, keys):
                     largest, total, left, right, count = _take(
-                        at, count, end, own_position, window, factor, queries, ring, largest, total, left,
-                        right, half, k_parts, keys, stages, False, has_window, scores, results,
+                        at, count, first_seen, end, own_position, window, factor, queries, ring, largest,
+                        total, left, right, half, k_parts, keys, stages, False, has_window, scores, results,
                     )  # fmt: skip
             for at in range(middle, end, keys):
                 largest, total, left, right, count = _take(
-                    at, count, end, own_position, window, factor, queries, ring, largest, total, left,
-                    right, half, k_parts, keys, stages, True, has_window, scores, results,
+                    at, count, first_seen, end, own_position, window, factor, queries, ring, largest,
+                    total, left, right, half, k_parts, keys, stages, True, has_window, scores, results,
                 )  # fmt: skip
             share = gl.convert_layout(1.0 / gl.where(total > 0.0, total, 1.0), gl.SliceLayout(1, results))
             token = (first + row // group).to(gl.int64)
