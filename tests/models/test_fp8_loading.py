@@ -15,7 +15,7 @@ from tests.harness import build_model, run_chunks
 from tests.models import real_width
 from tests.models.prompts import PROMPT
 from tests.models.test_dummy_weights import card
-from tests.tiny import flash, tiny_folder
+from tests.tiny import flash, tiny_folder, v25
 
 FP8 = "fp8_block"
 KEPT = {"attention_weight_format": FP8, "mlp_weight_format": FP8}
@@ -30,6 +30,14 @@ def test_logits_differ_by_the_rounding_of_activations_only() -> None:
     folder = tiny_folder(SPEC)
     plain, kept = (run_chunks(build_model(folder, **held), PROMPT) for held in ({}, KEPT))
     assert 1e-4 < relative(kept, plain) < 0.1
+
+
+def test_chunks_of_a_fused_tensor_are_kept() -> None:
+    """MiMo-V2.5: k and v of a chunk share a block, whose covers are packed."""
+    folder = tiny_folder(v25(layers=3))
+    harness = build_model(folder, attention_weight_format=FP8)
+    assert harness.model.observed()["attention_weight_format"] == FP8
+    assert 1e-4 < relative(run_chunks(harness, PROMPT), run_chunks(build_model(folder), PROMPT)) < 0.1
 
 
 def test_receipts_name_what_the_linears_hold() -> None:

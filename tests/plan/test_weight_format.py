@@ -96,31 +96,30 @@ def test_bfloat16_checkpoints_are_quantised_when_asked() -> None:
 
 
 def test_slices_that_are_no_whole_blocks_are_dequantised_or_refused_with_sizes_that_work() -> None:
-    """D01: four ranks hold one k head of 192 rows of the full-attention layers: one block and a half."""
-    facts = gpu_machine(gpus=4)
-    plan = plan_for(flash(), facts, tp_size=4)
-    assert formats(plan) == (BF16, FP8, FP8)
-    assert "k of a rank has 192 rows" in plan.provenance["attention_weight_format"].reason
-    with pytest.raises(Refusal, match="k of a rank has 192 rows") as caught:
-        plan_for(flash(), facts, tp_size=4, quantization="fp8")
+    """D01: a dense width of 1152 is nine blocks, which two ranks cannot share."""
+    facts, card = gpu_machine(gpus=2), flash(intermediate_size=1152)
+    plan = plan_for(card, facts, tp_size=2)
+    assert formats(plan) == (FP8, BF16, FP8)
+    assert "the dense width 1152 over 2 ranks is no multiple of the block of 128" in (
+        plan.provenance["mlp_weight_format"].reason
+    )
+    with pytest.raises(Refusal, match="the dense width 1152 over 2 ranks") as caught:
+        plan_for(card, facts, tp_size=2, quantization="fp8")
     assert "--attn-dp-size 2" in caught.value.alternatives
     for text in caught.value.alternatives:
-        resolve(
-            Options.of(model="m", tp_size=4, quantization="fp8").changed(read_flags(text)), flash(), facts
-        )
-    assert formats(plan_for(flash(), gpu_machine(gpus=2), tp_size=2))[0] == FP8
+        options = Options.of(model="m", tp_size=2, quantization="fp8").changed(read_flags(text))
+        resolve(options, card, facts)
 
 
-def test_a_chunk_of_a_fused_tensor_may_end_within_a_block() -> None:
-    """V2.5: 3392 rows a chunk are 26 blocks and a half, so rows of k and v share a block with others."""
-    card = msgspec.structs.replace(mimo_pro_card(), layers=mimo_pro_card().layers[:2])
-    card = msgspec.structs.replace(card, experts=msgspec.structs.replace(card.experts, num_experts=16))
-    plan = plan_for(card)
-    assert formats(plan) == (BF16, FP8, FP8)
-    assert "k in a chunk of the fused qkv tensor has 192 rows" in (
-        plan.provenance["attention_weight_format"].reason
-    )
-    assert formats(plan_for(card, load_format="dummy"))[0] == FP8
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_heads_that_begin_within_a_block_are_covered_by_whole_ones(tp: int) -> None:
+    """D01: k heads of 192 rows over four ranks (Flash), k and v of every chunk of a fused tensor (V2.5)."""
+    facts = gpu_machine(gpus=8)
+    assert formats(plan_for(flash(), facts, tp_size=tp)) == (FP8,) * 3
+    pro = msgspec.structs.replace(mimo_pro_card(), layers=mimo_pro_card().layers[:2])
+    pro = msgspec.structs.replace(pro, experts=msgspec.structs.replace(pro.experts, num_experts=16))
+    for asked in ({}, {"load_format": "dummy"}, {"qkv_layout": "chunked"}):
+        assert formats(plan_for(pro, facts, tp_size=tp, **asked)) == (FP8,) * 3
 
 
 def test_other_blocks_are_dequantised() -> None:

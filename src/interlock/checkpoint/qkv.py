@@ -70,21 +70,40 @@ def qkv_rows(attention: AttentionCard, *, chunks: int, q_heads: range, kv_heads:
 
     ``chunks`` is 1 for the plain layout. Neighbouring rows are joined, so that a file is read in few pieces.
     """
-    parts = (
-        (attention.num_heads // chunks, attention.head_dim, q_heads),
-        (attention.num_kv_heads // chunks, attention.head_dim, kv_heads),
-        (attention.num_kv_heads // chunks, attention.v_head_dim, kv_heads),
-    )
-    chunk_rows = sum(heads * width for heads, width, _ in parts)
     runs: list[range] = []
-    start = 0
-    for heads_per_chunk, width, heads in parts:
-        for head in heads:
-            chunk, place = divmod(head, heads_per_chunk)
-            first = chunk * chunk_rows + start + place * width
-            if runs and runs[-1].stop == first:
-                runs[-1] = range(runs[-1].start, first + width)
-            else:
-                runs.append(range(first, first + width))
-        start += heads_per_chunk * width
+    for part, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads)):
+        for run in part_rows(attention, chunks=chunks, part=part, heads=heads):
+            _append(runs, run)
     return runs
+
+
+def part_rows(attention: AttentionCard, *, chunks: int, part: str, heads: range) -> list[range]:
+    """Stored rows of ``heads`` of "q", "k" or "v", in order; neighbouring rows are joined.
+
+    ``chunks`` is 0 where each part is a tensor of its own, else the chunks of a fused tensor.
+    """
+    sizes = {
+        "q": (attention.num_heads, attention.head_dim),
+        "k": (attention.num_kv_heads, attention.head_dim),
+        "v": (attention.num_kv_heads, attention.v_head_dim),
+    }
+    count, width = sizes[part]
+    if not chunks:
+        return [range(heads.start * width, heads.stop * width)]
+    names = tuple(sizes)
+    before = sum(sizes[name][0] * sizes[name][1] for name in names[: names.index(part)]) // chunks
+    chunk_rows = sum(heads * width for heads, width in sizes.values()) // chunks
+    runs: list[range] = []
+    for head in heads:
+        chunk, place = divmod(head, count // chunks)
+        first = chunk * chunk_rows + before + place * width
+        _append(runs, range(first, first + width))
+    return runs
+
+
+def _append(runs: list[range], run: range) -> None:
+    """Append, or lengthen the last run where the new one follows it."""
+    if runs and runs[-1].stop == run.start:
+        runs[-1] = range(runs[-1].start, run.stop)
+    else:
+        runs.append(run)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from interlock.checkpoint.qkv import qkv_rows
+from interlock.checkpoint.qkv import part_rows
 from interlock.checkpoint.source import WeightSource
 from interlock.engine.step import PageMap, Step
 from interlock.kv.cache import LayerCache
@@ -17,6 +17,7 @@ from interlock.nn.norm import RMSNorm
 from interlock.nn.rope import RopeTables
 from interlock.nn.sharding import shard_heads
 from interlock.plan.card import AttentionCard
+from interlock.plan.qkv_blocks import PARTS, PartBlocks, Stored, part_blocks
 
 
 class Attention:
@@ -36,6 +37,7 @@ class Attention:
         self._cos_sin = tables.get(card.rope_theta, card.rotary_dim)
         held = context.plan.attention_weight_format
         self._qkv = ColumnParallelLinear(context, held)
+        self._columns: list[PartBlocks] = []
         self._o = RowParallelLinear(
             context,
             held,
@@ -73,25 +75,38 @@ class Attention:
         self._o.tell_format(formats)
 
     def _qkv_parts(self, source: WeightSource, prefix: str) -> list[WeightRows]:
-        """nh * hd + kvh * hd + kvh * vd rows of this rank's heads, from three tensors or a fused one."""
-        card, heads = self._card, self._heads
-        if source.report.qkv_layout != "split":
-            chunks = self._chunks if source.report.qkv_layout == "chunked" else 1
-            rows = qkv_rows(card, chunks=chunks, q_heads=heads.q, kv_heads=heads.kv)
-            return [WeightRows(prefix + "qkv_proj.weight", tuple(rows), sum(map(len, rows)))]
-        parts = (
-            ("q", card.head_dim, heads.q),
-            ("k", card.head_dim, heads.kv),
-            ("v", card.v_head_dim, heads.kv),
-        )
-        return [
-            WeightRows(
-                f"{prefix}{name}_proj.weight",
-                (range(own.start * width, own.stop * width),),
-                len(own) * width,
-            )
-            for name, width, own in parts
-        ]
+        """Rows of this rank's q, k and v heads, from three tensors or a fused one.
+
+        Where fp8 blocks are kept, they are the blocks that hold these rows; ``_columns`` says where the heads
+        lie in what the projection gives.
+        """
+        layout = source.report.qkv_layout
+        chunks = {"split": 0, "plain": 1}.get(layout, self._chunks)
+        names = {part: f"{prefix}{part if layout == 'split' else 'qkv'}_proj.weight" for part in PARTS}
+        if self._qkv.keeps_blocks(source, names.values()):
+            self._columns = [self._blocks(part, chunks) for part in PARTS]
+            return [
+                WeightRows(names[part], (run,), blocks.size)
+                for part, blocks in zip(PARTS, self._columns, strict=True)
+                for run in blocks.rows
+            ]
+        self._columns = [PartBlocks.dense(*self._heads_of(part)) for part in PARTS]
+        rows = {
+            part: part_rows(self._card, chunks=chunks, part=part, heads=self._heads_of(part)[0])
+            for part in PARTS
+        }
+        return [WeightRows(names[part], tuple(rows[part]), sum(map(len, rows[part]))) for part in PARTS]
+
+    def _heads_of(self, part: str) -> tuple[range, int]:
+        """This rank's heads of "q", "k" or "v", and their width."""
+        card = self._card
+        heads = self._heads.q if part == "q" else self._heads.kv
+        return heads, card.v_head_dim if part == "v" else card.head_dim
+
+    def _blocks(self, part: str, chunks: int) -> PartBlocks:
+        blocks = part_blocks(Stored(self._card, chunks), part, self._heads_of(part)[0])
+        assert blocks is not None, "the planner keeps blocks only where every part has a cover"
+        return blocks
 
     def __call__(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """x [n, h], normalised -> [n, h]; writes this step's keys and values to ``cache``."""
@@ -126,16 +141,25 @@ class Attention:
 
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views [n, nh, hd], [n, kvh, hd], [n, kvh, vd] of one projection."""
-        hd, vd = self._card.head_dim, self._card.v_head_dim
-        nh, kvh = len(self._heads.q), len(self._heads.kv)
-        n, k_start, v_start = len(qkv), nh * hd, (nh + kvh) * hd
-        return (
-            qkv[:, :k_start].view(n, nh, hd),
-            qkv[:, k_start:v_start].view(n, kvh, hd),
-            qkv[:, v_start:].view(n, kvh, vd),
-        )
+        views, start = [], 0
+        for part in self._columns:
+            views.append(heads_of(qkv[:, start : start + part.columns], part))
+            start += part.columns
+        q, k, v = views
+        return q, k, v
 
     def _pages(self, step: Step) -> PageMap:
         pages = step.full if self._window is None else step.window
         assert pages is not None, "the step has no page map for this layer's page space"
         return pages
+
+
+def heads_of(columns: torch.Tensor, part: PartBlocks) -> torch.Tensor:
+    """The heads that lie in the columns [n, part.columns] of one part: a view [n, heads, width]."""
+    n = len(columns)
+    if part.is_dense:
+        return columns.view(n, -1, part.width)
+    end = part.offset + part.heads * part.width
+    if len(part.rows) == 1:
+        return columns[:, part.offset : end].view(n, part.heads, part.width)
+    return columns.view(n, len(part.rows), part.size)[:, :, part.offset : end]

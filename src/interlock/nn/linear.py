@@ -8,7 +8,7 @@ Legend: n tokens, K input width, N output width, t ranks of the group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,7 +126,7 @@ class ColumnParallelLinear:
 
     def load_parts(self, source: WeightSource, parts: Sequence[WeightRows]) -> None:
         """Stack rows of several stored tensors [*, K]."""
-        if all(self._holder.keeps(source, part.name) for part in parts):
+        if self.keeps_blocks(source, [part.name for part in parts]):
             blocks = [source.read_fp8(part.name, rows=part.rows) for part in parts]
             sizes = [part.size for part in parts]
             padded = [block.padded(size, block.shape[1]) for block, size in zip(blocks, sizes, strict=True)]
@@ -137,6 +137,10 @@ class ColumnParallelLinear:
         ]
         stored = any(source.is_fp8(part.name) for part in parts)
         self._holder.pack(torch.cat(weights), parts[0].name, stored_fp8=stored)
+
+    def keeps_blocks(self, source: WeightSource, names: Iterable[str]) -> bool:
+        """Whether ``load_parts`` would pack the stored blocks of these tensors as they are."""
+        return all(self._holder.keeps(source, name) for name in names)
 
     @property
     def nbytes(self) -> int:

@@ -7,25 +7,23 @@ Embedding, head, norms and router are never quantised.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from interlock.errors import Refusal
 from interlock.kernels.availability import capability_of
 from interlock.options import Options
-from interlock.plan.card import AttentionCard, ModelCard
+from interlock.plan.card import ModelCard
 from interlock.plan.decided import Decided, asked_text, from_model, rule
 from interlock.plan.facts import MachineFacts
 from interlock.plan.kernel_choice import FP8_CAPABILITIES, FP8_EMULATIONS, FP8_LINEARS, REFERENCE
+from interlock.plan.qkv_blocks import BLOCK, Stored, blocks_of_ranks
 from interlock.plan.topology import World, divisors
 
 if TYPE_CHECKING:
     from interlock.moe.experts.base import ExpertRunner
 
 FP8: Final = "fp8_block"
-BLOCK: Final = 128
-"""A side of the blocks that the fp8 kernels compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +123,10 @@ def attention_problem(card: ModelCard, options: Options, size: int) -> str | Non
     if card.weight_block != (BLOCK, BLOCK):
         return _other_blocks(card)
     for kind in kinds:
-        for name, rows in _qkv_rows(card, kind, options, size):
-            if rows % BLOCK:
-                return f"{name} has {rows} rows, no multiple of the block of {BLOCK}"
+        for chunks in _chunks(card, options):
+            for part, blocks in blocks_of_ranks(Stored(kind, chunks), size):
+                if blocks is None:
+                    return f"the {part} heads of a rank lie in its blocks of {BLOCK} rows in several ways"
     return None
 
 
@@ -143,21 +142,14 @@ def mlp_problem(card: ModelCard, size: int) -> str | None:
     return _other_blocks(card) if card.weight_format == FP8 and card.weight_block != (BLOCK, BLOCK) else None
 
 
-def _qkv_rows(card: ModelCard, kind: AttentionCard, options: Options, size: int) -> Iterator[tuple[str, int]]:
-    """(part, rows) that must be whole blocks: parts of a rank, and of a chunk of a fused tensor."""
-    kv_heads = max(1, kind.num_kv_heads // size)
-    for name, rows in (
-        ("q", kind.num_heads // size * kind.head_dim),
-        ("k", kv_heads * kind.head_dim),
-        ("v", kv_heads * kind.v_head_dim),
-    ):
-        yield f"{name} of a rank", rows
-    plain = options.text("qkv_layout") == "plain" or options.text("load_format") == "dummy"
-    if card.fused_qkv and not plain:
-        full = next((layer.attention for layer in card.layers if layer.attention.window is None), kind)
-        chunks = full.num_kv_heads
-        yield "k in a chunk of the fused qkv tensor", kind.num_kv_heads // chunks * kind.head_dim
-        yield "v in a chunk of the fused qkv tensor", kind.num_kv_heads // chunks * kind.v_head_dim
+def _chunks(card: ModelCard, options: Options) -> set[int]:
+    """Chunks in which q, k and v may turn out to be stored (see ``qkv_blocks.Stored``)."""
+    if not card.fused_qkv:
+        return {0}
+    layout = "plain" if options.text("load_format") == "dummy" else options.text("qkv_layout")
+    full = [layer.attention for layer in card.layers if layer.attention.window is None]
+    chunked = (full[0] if full else card.layers[0].attention).num_kv_heads
+    return {"plain": {1}, "chunked": {chunked}}.get(layout or "", {1, chunked})
 
 
 def _unquantised(options: Options, dtype: str) -> Decided[str]:
