@@ -222,6 +222,23 @@ def test_norm_quantises_what_it_would_have_returned(kernels) -> None:
     assert torch.equal(scales, want_scales)
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+def test_fused_quantisation_equals_separate_steps(kernels, rows) -> None:
+    from interlock.kernels.triton.fp8_rows import quantise_rows
+
+    x, weight, gate_up = draw(rows, 4096), draw(4096, seed=2), draw(rows, 2 * 1152)
+    normed, total = kernels.add_rms_norm_quantised(x, None, weight, 1e-5)
+    assert total is x
+    silu = kernels.silu_and_mul_quantised(gate_up)
+    for got, plain in ((normed, kernels.rms_norm(x, weight, 1e-5)), (silu, kernels.silu_and_mul(gate_up))):
+        for ours, wanted in zip((got.values, got.scales), quantise_rows(plain), strict=True):
+            assert torch.equal(ours.float(), wanted.float())
+    linear = kernels.pack_linear_fp8(draw(512, 4096, scale=4096**-0.5))
+    assert torch.equal(
+        kernels.linear_quantised(normed, linear), kernels.linear(kernels.rms_norm(x, weight, 1e-5), linear)
+    )
+
+
 def test_silu_and_mul_equals_the_torch_kernels(kernels) -> None:
     gate_up = draw(17, 1536)[:, : 2 * 700]
     assert relative(kernels.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up)) < 4e-3

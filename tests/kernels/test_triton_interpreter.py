@@ -220,7 +220,26 @@ def test_quantised_rows_go_to_their_places() -> None:
 def test_norm_quantises_what_it_would_have_returned() -> None:
     x, residual, weight = torch.randn(4, 256), torch.randn(4, 256), torch.randn(256)
     plain, _ = norm.add_rms_norm(x, residual, weight, 1e-5)
-    values, scales, _ = norm.add_rms_norm_quantised(x, residual, weight, 1e-5)
+    rows, _ = norm.add_rms_norm_quantised(x, residual, weight, 1e-5)
+    values, scales = rows.values, rows.scales
     want, want_scales = quantise_rows(plain)
     assert torch.equal(values.float(), want.float())
     assert torch.equal(scales, want_scales)
+
+
+def test_norm_without_a_residual_quantises_too() -> None:
+    x, weight = torch.randn(4, 384), torch.randn(384)
+    rows, total = norm.add_rms_norm_quantised(x, None, weight, 1e-5)
+    want, want_scales = quantise_rows(norm.rms_norm(x, weight, 1e-5))
+    assert total is x
+    assert torch.equal(rows.values.float(), want.float())
+    assert torch.equal(rows.scales, want_scales)
+
+
+@pytest.mark.parametrize("width", [128, 384, 1152])
+def test_silu_quantises_what_it_would_have_returned(width) -> None:
+    gate_up = torch.randn(3, 2 * width)
+    rows = norm.silu_and_mul_quantised(gate_up)
+    want, want_scales = quantise_rows(norm.silu_and_mul(gate_up))
+    assert torch.equal(rows.values.float(), want.float())
+    assert torch.equal(rows.scales, want_scales)

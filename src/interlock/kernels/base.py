@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -56,6 +56,21 @@ class ExpertRows:
     source: torch.Tensor
     target: torch.Tensor
     weight: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedRows:
+    """Rows x [n, K] as a block-fp8 linear reads them; a value times its scale is what it stands for.
+
+    Attributes:
+        values: e4m3 [n, K].
+        scales: float32 [K / 128, n], one for each row and 128 channels.
+        dtype: of the rows that were quantised, so the usual dtype of a result.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
 
 
 class Kernels(Protocol):
@@ -174,3 +189,22 @@ class Kernels(Protocol):
     def sum_lanes(self, rows: torch.Tensor, ids: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """rows [n, k, h], ids int64 [n, k] -> [n, h]: sum over lanes in ascending lane order in float32,
         lanes with id -1 skipped (their rows may hold anything), rounded once to ``out_dtype``."""
+
+
+@runtime_checkable
+class QuantisingKernels(Protocol):
+    """Kernels that quantise what a block-fp8 linear is to read where it is made. The bits are those of the
+    separate steps: each result is rounded to its dtype before it is quantised. Channels in 128s."""
+
+    def add_rms_norm_quantised(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[QuantisedRows, torch.Tensor]:
+        """``add_rms_norm`` of x [n, h], or ``rms_norm`` without a residual (which x then becomes)."""
+
+    def silu_and_mul_quantised(self, gate_up: torch.Tensor) -> QuantisedRows:
+        """``silu_and_mul`` of gate_up [n, 2i]."""
+
+    def linear_quantised(
+        self, rows: QuantisedRows, weight: PackedWeight, *, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """``linear`` with a weight of ``pack_linear_fp8``."""

@@ -80,24 +80,25 @@ class DecoderLayer:
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, cache: LayerCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [n, h] is not yet added to ``residual`` (None before the first layer); returns the same pair."""
-        if residual is None:
-            residual, hidden = x, self._input_norm(x)
-        else:
-            hidden, residual = self._input_norm.add(x, residual)
+        hidden, residual = self._input_norm.add_for(x, residual, quantised=self.attention.takes_quantised)
         attended = self.attention(hidden, step, cache)
         if self.observer is not None:
             self.observer.computed(self.index, "attention", attended)
-        hidden, residual = self._post_norm.add(attended, residual)
-        output = self._transformed(hidden, step)
+        output, residual = self._transformed(attended, residual, step)
         if self.observer is not None:
             self.observer.computed(self.index, "mlp", output)
         return output, residual
 
-    def _transformed(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        if self.experts is not None:
-            return self.experts.forward(hidden, step)
-        assert self._mlp is not None
-        return self._mlp(hidden)
+    def _transformed(
+        self, attended: torch.Tensor, residual: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._mlp is not None:
+            quantised = self._mlp.takes_quantised
+            rows, residual = self._post_norm.add_for(attended, residual, quantised=quantised)
+            return self._mlp(rows), residual
+        assert self.experts is not None
+        hidden, residual = self._post_norm.add(attended, residual)
+        return self.experts.forward(hidden, step), residual
 
 
 def load_experts(layer: MoELayer, source: WeightSource, prefix: str, dtype: torch.dtype) -> None:

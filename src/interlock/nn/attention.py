@@ -10,6 +10,7 @@ import torch
 from interlock.checkpoint.qkv import part_rows
 from interlock.checkpoint.source import WeightSource
 from interlock.engine.step import PageMap, Step
+from interlock.kernels.base import QuantisedRows
 from interlock.kv.cache import LayerCache
 from interlock.nn.context import ModelContext
 from interlock.nn.linear import ColumnParallelLinear, HeldFormats, RowParallelLinear, WeightRows
@@ -58,6 +59,11 @@ class Attention:
     @property
     def is_deterministic(self) -> bool:
         return self._o.is_deterministic
+
+    @property
+    def takes_quantised(self) -> bool:
+        """Whether a call takes rows that are quantised already."""
+        return self._qkv.takes_quantised
 
     def load(self, source: WeightSource, prefix: str) -> None:
         self._qkv.load_parts(source, self._qkv_parts(source, prefix))
@@ -108,7 +114,7 @@ class Attention:
         assert blocks is not None, "the planner keeps blocks only where every part has a cover"
         return blocks
 
-    def __call__(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | QuantisedRows, step: Step, cache: LayerCache) -> torch.Tensor:
         """x [n, h], normalised -> [n, h]; writes this step's keys and values to ``cache``."""
         q, k, v = self._split(self._qkv(x))
         if self._q_norm is not None and self._k_norm is not None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from interlock.checkpoint.source import WeightSource
-from interlock.kernels.base import PackedWeight
+from interlock.kernels.base import PackedWeight, QuantisedRows, QuantisingKernels
 from interlock.kernels.fp8_blocks import Fp8Blocks, stack_rows
 from interlock.nn.context import ModelContext
 from interlock.nn.sharding import Shard, shard
@@ -104,6 +104,20 @@ class _Holder:
         pack = self._kernels.pack_linear_fp8 if quantises else self._kernels.pack_linear
         self._weight = pack(weight)
 
+    @property
+    def takes_quantised(self) -> bool:
+        """Whether ``multiply`` takes rows that are quantised already."""
+        return self.packed.dtype is torch.float8_e4m3fn and isinstance(self._kernels, QuantisingKernels)
+
+    def multiply(
+        self, x: torch.Tensor | QuantisedRows, *, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """x [n, K] -> [n, N]."""
+        if not isinstance(x, QuantisedRows):
+            return self._kernels.linear(x, self.packed, out_dtype=out_dtype)
+        assert isinstance(self._kernels, QuantisingKernels), "takes_quantised says whether these kernels can"
+        return self._kernels.linear_quantised(x, self.packed, out_dtype=out_dtype)
+
     def tell(self, formats: HeldFormats) -> None:
         dtype = self.packed.dtype
         name = FP8 if dtype is torch.float8_e4m3fn else str(dtype).removeprefix("torch.")
@@ -154,8 +168,15 @@ class ColumnParallelLinear:
         """Add what the weight is held in to ``formats``."""
         self._holder.tell(formats)
 
-    def __call__(self, x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        return self._kernels.linear(x, self._packed, out_dtype=out_dtype)
+    @property
+    def takes_quantised(self) -> bool:
+        """Whether a call takes rows that are quantised already."""
+        return self._holder.takes_quantised
+
+    def __call__(
+        self, x: torch.Tensor | QuantisedRows, *, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return self._holder.multiply(x, out_dtype=out_dtype)
 
 
 class RowParallelLinear:
@@ -209,12 +230,18 @@ class RowParallelLinear:
         """Add what the weight is held in to ``formats``."""
         self._holder.tell(formats)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def takes_quantised(self) -> bool:
+        """Whether a call takes rows that are quantised already; not where the input is gathered first."""
+        return not self._gathers_input and self._holder.takes_quantised
+
+    def __call__(self, x: torch.Tensor | QuantisedRows) -> torch.Tensor:
         if self._group.size == 1:
-            return self._kernels.linear(x, self._packed)
+            return self._holder.multiply(x)
         if self._gathers_input:
+            assert isinstance(x, torch.Tensor), "takes_quantised says that the input is gathered first"
             whole = self._group.all_gather(x.contiguous(), dim=1)[:, : self._in_features]
             columns = self._kernels.linear(whole, self._packed)
             return self._group.all_gather(columns, dim=1)[:, : self._out_features]
-        partial = self._kernels.linear(x, self._packed, out_dtype=torch.float32)
+        partial = self._holder.multiply(x, out_dtype=torch.float32)
         return self._group.all_reduce(partial).to(x.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from interlock.checkpoint.source import WeightSource
+from interlock.kernels.base import QuantisedRows, QuantisingKernels
 from interlock.nn.context import ModelContext
 from interlock.nn.linear import ColumnParallelLinear, HeldFormats, RowParallelLinear, WeightRows
 from interlock.nn.sharding import shard
@@ -32,5 +33,13 @@ class SwiGLU:
         self._gate_up.tell_format(formats)
         self._down.tell_format(formats)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._kernels.silu_and_mul(self._gate_up(x)))
+    @property
+    def takes_quantised(self) -> bool:
+        """Whether a call takes rows that are quantised already."""
+        return self._gate_up.takes_quantised
+
+    def __call__(self, x: torch.Tensor | QuantisedRows) -> torch.Tensor:
+        gate_up = self._gate_up(x)
+        if self._down.takes_quantised and isinstance(self._kernels, QuantisingKernels):
+            return self._down(self._kernels.silu_and_mul_quantised(gate_up))
+        return self._down(self._kernels.silu_and_mul(gate_up))

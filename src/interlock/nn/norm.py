@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from interlock.checkpoint.source import WeightSource
+from interlock.kernels.base import QuantisedRows, QuantisingKernels
 from interlock.nn.context import ModelContext
 
 
@@ -25,3 +26,12 @@ class RMSNorm:
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual)."""
         return self._kernels.add_rms_norm(x, residual, self._weight, self._eps)
+
+    def add_for(
+        self, x: torch.Tensor, residual: torch.Tensor | None, *, quantised: bool
+    ) -> tuple[torch.Tensor | QuantisedRows, torch.Tensor]:
+        """``add`` for a reader that takes quantised rows (or does not); without a residual, (norm(x), x)."""
+        if quantised:
+            assert isinstance(self._kernels, QuantisingKernels), "the reader's kernels are this norm's"
+            return self._kernels.add_rms_norm_quantised(x, residual, self._weight, self._eps)
+        return (self(x), x) if residual is None else self.add(x, residual)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from interlock.kernels.base import ExpertRows, PackedExperts, PackedWeight
+from interlock.kernels.base import ExpertRows, PackedExperts, PackedWeight, QuantisedRows
 from interlock.kernels.triton import attention, compile_ahead, draw, linear, moe, norm, rope
 from interlock.kernels.triton.expert_tensors import GROUP, ExpertTensors, pad_width, quantise_blocks
 from interlock.kernels.triton.row_blocks import RowLists
@@ -40,6 +40,11 @@ class TritonKernels:
     ) -> torch.Tensor:
         return linear.linear(x, weight, out_dtype=out_dtype)
 
+    def linear_quantised(
+        self, rows: QuantisedRows, weight: PackedWeight, *, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return linear.linear_fp8(rows.values, rows.scales, weight, out_dtype or rows.dtype)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return norm.rms_norm(x, weight, eps)
 
@@ -48,8 +53,16 @@ class TritonKernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return norm.add_rms_norm(x, residual, weight, eps)
 
+    def add_rms_norm_quantised(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[QuantisedRows, torch.Tensor]:
+        return norm.add_rms_norm_quantised(x, residual, weight, eps)
+
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return norm.silu_and_mul(gate_up)
+
+    def silu_and_mul_quantised(self, gate_up: torch.Tensor) -> QuantisedRows:
+        return norm.silu_and_mul_quantised(gate_up)
 
     def rope_and_store(
         self,
