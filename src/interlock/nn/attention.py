@@ -164,7 +164,7 @@ def heads_of(columns: torch.Tensor, part: PartBlocks) -> torch.Tensor:
     """The heads that lie in the columns [n, part.columns] of one part: a view [n, heads, width]."""
     n = len(columns)
     if part.is_dense:
-        return columns.view(n, -1, part.width)
+        return columns.view(n, columns.shape[1] // part.width, part.width)
     end = part.offset + part.heads * part.width
     if len(part.rows) == 1:
         return columns[:, part.offset : end].view(n, part.heads, part.width)
