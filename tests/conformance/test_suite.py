@@ -47,6 +47,14 @@ def test_backend(name: str, ranks: int) -> None:
         assert [what for what in wanted if not report.coverage.get(what)] == []
 
 
+def test_fp8_runner() -> None:
+    """B27, A05: blocks as a checkpoint has them, rows as bfloat16, float32 and fp8, in every layout."""
+    report = run_conformance("runner:torch_fp8", cases=160, seed=5)
+    assert report.passed, report.text()
+    wanted = ("replicated", "contiguous", "masked", "float32", "bfloat16", "fp8", "fp8 experts")
+    assert [what for what in wanted if not report.coverage.get(what)] == []
+
+
 @pytest.mark.parametrize("name", RUNNERS)
 def test_runner(name: str) -> None:
     """B10, B27, A05: integer-valued experts exactly, random ones closely, in every layout, NaN around."""

@@ -3,6 +3,9 @@
 An exact expert permutes the channels and multiplies them by a power of two: channel 0 of every row is 32, the
 gate picks it, and silu(32) is 32 in float32; up picks channel p(j), down divides by 32. So every value
 is exact in float32 and a row given to the wrong expert shows.
+
+A runner that keeps fp8 blocks gets random experts whose weights are such blocks, and is compared with
+products of the quantised rows and of the quantised intermediate activation.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from interlock.kernels.base import Kernels
+from interlock.kernels.fp8_blocks import Fp8Blocks
 from interlock.moe.a2a.base import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
 from interlock.moe.conformance.backend_suite import MAX_FAILURES, RankFindings
 from interlock.moe.conformance.received import Mismatch
-from interlock.moe.experts.base import ExpertRunner, Runner, RunnerSpec
+from interlock.moe.experts.base import ExpertRunner, LoadsFp8, Runner, RunnerSpec
 from interlock.moe.fp8_rows import dequantise_rows, quantise_rows
 from interlock.moe.layouts import aligned_segments, count_lanes, positions, slab_segments
 from interlock.moe.terms import Layout
@@ -26,24 +30,32 @@ from interlock.plugins import load_symbol
 GATE_VALUE = 32.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
+FP8_TOLERANCE = 3e-2
+"""An intermediate value may be rounded to the next e4m3 value where sums differ in their last bit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """gate, up [E, i, h], down [E, h, i] in float32; ``exact`` tells the kind."""
+    """gate, up [E, i, h], down [E, h, i] in float32; ``exact`` tells the kind, ``fp8`` that they are values
+    of fp8 blocks and that activations are quantised."""
 
     gate: torch.Tensor
     up: torch.Tensor
     down: torch.Tensor
     exact: bool
+    fp8: bool = False
 
     def reference(self, expert: int, row: torch.Tensor) -> torch.Tensor:
         """One expert on one row [h], in float64."""
-        x = row.double()
+        x = self._seen(row.double())
         gate = self.gate[expert].double() @ x
         hidden = gate * torch.sigmoid(gate) * (self.up[expert].double() @ x)
-        result: torch.Tensor = self.down[expert].double() @ hidden
+        result: torch.Tensor = self.down[expert].double() @ self._seen(hidden)
         return result
+
+    def _seen(self, values: torch.Tensor) -> torch.Tensor:
+        """Activations as the products see them."""
+        return dequantise_rows(*quantise_rows(values), torch.float64) if self.fp8 else values
 
 
 def run_runner_suite(
@@ -85,10 +97,12 @@ class _RunnerSetting:
         self._dtype = dtype
         self._device = torch.device(device)
         self._count = pick.choice((1, 2, 5, 8))
-        self._hidden = pick.choice((32, 64, 96, 128))
+        multiple = declaration.hidden_multiple
+        fitting = [size for size in (32, 64, 96, 128) if size % multiple == 0]
+        self._hidden = pick.choice(fitting or [multiple]) * (1 if multiple < 128 else pick.choice((1, 2)))
         self._generator = torch.Generator().manual_seed(pick.randrange(2**62))
-        exact = number % 16 < 8
-        self._experts = self._exact_experts() if exact else self._random_experts()
+        exact = number % 16 < 8 and declaration.dequantises
+        self._experts = self._exact_experts() if exact else self._random_experts(not declaration.dequantises)
         self._runner: Runner = load_symbol(declaration.runner)(
             RunnerSpec(
                 num_experts=self._count,
@@ -99,12 +113,20 @@ class _RunnerSetting:
                 kernels=kernels,
             )
         )
-        for expert in range(self._count):
-            self._runner.load_expert(
-                expert, self._experts.gate[expert], self._experts.up[expert], self._experts.down[expert]
-            )
-        self._runner.finish_loading()
+        self._load()
         self._row_invariant = declaration.row_invariant and kernels.row_invariant
+
+    def _load(self) -> None:
+        """Every expert, as blocks where the runner keeps them."""
+        runner = self._runner
+        for expert in range(self._count):
+            parts = [part[expert] for part in (self._experts.gate, self._experts.up, self._experts.down)]
+            if isinstance(runner, LoadsFp8):
+                gate, up, down = (Fp8Blocks.quantised(part) for part in parts)
+                runner.load_expert_fp8(expert, gate, up, down)
+            else:
+                runner.load_expert(expert, *parts)
+        runner.finish_loading()
 
     def run_case(self) -> list[str]:
         """One input in one layout; returns what it covered."""
@@ -126,6 +148,8 @@ class _RunnerSetting:
         if self._row_invariant and lanes > 1:
             self._compare_alone(out, at, x, scales, experts, weights, what)
         kind = "exact experts" if self._experts.exact else "random experts"
+        if self._experts.fp8:
+            kind = "fp8 experts"
         return [layout.value, row_dtype, self._dtype, pattern, kind]
 
     def _rows(self, lanes: int, row_dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -195,7 +219,8 @@ class _RunnerSetting:
         dtype = DTYPES[self._dtype]
         if out.dtype != dtype:
             raise Mismatch(f"results are {out.dtype}, should be {dtype}: {what}")
-        plain = x if scales is None else dequantise_rows(x, scales, dtype)
+        seen = torch.float32 if self._experts.fp8 else dtype
+        plain = x if scales is None else dequantise_rows(x, scales, seen)
         flat = out.cpu().reshape(-1, self._hidden)
         for lane in range(len(experts)):
             expert = int(experts[lane])
@@ -207,7 +232,8 @@ class _RunnerSetting:
                 if not torch.equal(got.float(), wanted.float()):
                     raise Mismatch(f"row of lane {lane} is not what expert {expert} gives: {what}")
             else:
-                limit = TOLERANCE[self._dtype] * float(wanted.abs().max())
+                near = FP8_TOLERANCE if self._experts.fp8 else TOLERANCE[self._dtype]
+                limit = near * float(wanted.abs().max())
                 if not bool(((got - wanted).abs() <= limit).all()):
                     worst = float((got - wanted).abs().max())
                     raise Mismatch(f"lane {lane} of expert {expert} differs by {worst:.3g}: {what}")
@@ -245,12 +271,14 @@ class _RunnerSetting:
             down[expert, targets, torch.arange(width)] = 2.0 ** (expert % 3 - 1) / GATE_VALUE
         return Experts(gate, up, down, exact=True)
 
-    def _random_experts(self) -> Experts:
+    def _random_experts(self, fp8: bool) -> Experts:
         width, dtype = self._pick.choice((16, 48)), DTYPES[self._dtype]
 
         def random_weights(*shape: int) -> torch.Tensor:
             scale = 1.0 / float(shape[-1]) ** 0.5
             values: torch.Tensor = torch.randn(*shape, generator=self._generator) * scale
+            if fp8:
+                return torch.stack([Fp8Blocks.quantised(each).dequantised(torch.float32) for each in values])
             return values.to(dtype).float()
 
         return Experts(
@@ -258,4 +286,5 @@ class _RunnerSetting:
             random_weights(self._count, width, self._hidden),
             random_weights(self._count, self._hidden, width),
             exact=False,
+            fp8=fp8,
         )
