@@ -10,11 +10,13 @@ import torch
 
 from interlock.kernels.triton.expert_tensors import ExpertTensors, quantise_blocks
 from interlock.kernels.triton.row_blocks import reference_lists
+from tests.kernels.cases import paged_case
 from tests.kernels.triton_cases import random_routes
 
 pytest.importorskip("triton", reason="Triton is not installed: torch's CPU builds bring none")
 
-from interlock.kernels.triton import pipelined, pipelined_gemm
+from interlock.kernels.triton import attention, pipelined, pipelined_gemm
+from interlock.kernels.triton.attention_tiles import AttentionTile
 
 HIDDEN, INTER, EXPERTS, PROGRAMS = 256, 128, 3, 132
 
@@ -108,3 +110,39 @@ def test_a_dense_weight_is_one_expert(kernels, count) -> None:
     assert not leader.any()
     assert bool((size == len(first)).all())
     assert (launch["depth"], launch["hidden"], launch["has_target"]) == (HIDDEN, 512, False)
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_attention(monkeypatch, window) -> None:
+    recorder = Recorder(attention.pipelined_attention_kernel)
+    monkeypatch.setattr(attention, "pipelined_attention_kernel", recorder)
+    facts = SimpleNamespace(multi_processor_count=PROGRAMS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    case = paged_case(
+        [(20, 20), (1, 40)], nh=32, kvh=4, hd=192, vd=128, window=window, sinks=True, dtype=torch.bfloat16
+    )  # fmt: skip
+    tile = AttentionTile(128, 64, 4, 3, specialised=True)
+    out = attention.paged_attention(case.q, tile=tile, **case.arguments())
+    assert out.shape == (21, 32, 128)
+    [(grid, given)] = recorder.launches
+    assert grid == (12,)
+    assert given["places"] == 21 // 16 + 2
+    assert list(given["k_cache"].shape) == [case.k_cache.shape[0] * 16, 4 * 192]
+    assert list(given["v_cache"].shape) == [case.v_cache.shape[0] * 16, 4 * 128]
+    assert (given["q_row"], given["q_head"]) == (32 * 192, 192)
+    assert (given["total_tokens"], given["sequences"]) == (21, 2)
+    assert (given["keys"], given["stages"]) == (64, 3)
+    assert (given["window"], given["has_window"]) == (window or 0, window is not None)
+
+
+@pytest.mark.parametrize("change", ["float32", "value-width", "page", "group", "strides"])
+def test_what_specialised_programs_do_not_compute(change) -> None:
+    kv_heads = 3 if change == "group" else 4
+    q = torch.zeros(5, 36 if change == "group" else 32, 192, dtype=torch.bfloat16)
+    k = torch.zeros(3, 8 if change == "page" else 16, kv_heads, 192, dtype=torch.bfloat16)
+    v = torch.zeros(*k.shape[:3], 64 if change == "value-width" else 128, dtype=torch.bfloat16)
+    if change == "float32":
+        q = q.float()
+    if change == "strides":
+        k = k.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not attention.fits_pipeline(q, k, v)
