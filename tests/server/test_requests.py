@@ -97,7 +97,7 @@ def test_wrong_method_and_path(http: httpx.Client) -> None:
     answer = http.get("/v1/completions")
     error_of(answer, 405)
     assert answer.headers["allow"] == "POST"
-    error_of(http.post("/v1/embeddings", json={}), 404)
+    error_of(http.post("/v1/moderations", json={}), 404)
     error_of(http.get("/nowhere"), 404)
 
 
@@ -302,7 +302,7 @@ def test_unsupported_values_in_chat(chat: Post, engine: FakeEngine, field: str, 
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("best_of", 3), ("suffix", "end"), ("store", True), ("echo", "yes")]
+    ("field", "value"), [("best_of", 0), ("suffix", "end"), ("store", True), ("echo", "yes")]
 )
 def test_unsupported_values_in_completions(complete: Post, field: str, value: Any) -> None:
     assert error_of(complete(**{field: value}))["param"] == field

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -37,6 +38,19 @@ async def collect(generation: Generation) -> list[Answer]:
             answer.finish_reason = piece.finish_reason
             answer.stop_reason = piece.stop_reason
     return answers
+
+
+def best(answers: list[Answer], of: int, n: int) -> list[Answer]:
+    """The ``n`` answers of largest mean logprob out of each ``of`` that belong to one prompt, best first."""
+    if of == n:
+        return answers
+    groups = [answers[start : start + of] for start in range(0, len(answers), of)]
+    return [answer for group in groups for answer in sorted(group, key=_mean_logprob, reverse=True)[:n]]
+
+
+def _mean_logprob(answer: Answer) -> float:
+    scores = [token.logprob.logprob for token in answer.tokens]
+    return sum(scores) / len(scores) if scores else -math.inf
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ from interlock.server.info import info_router
 from interlock.server.metrics import Metrics, plan_digest
 from interlock.server.page_router import page_router
 from interlock.server.prompts import ContextLimit
+from interlock.server.refusals import refusals_router
 from interlock.server.request_log import RequestLogMiddleware
+from interlock.server.responses import responses_router
 from interlock.server.settings import ServerSettings
 from interlock.server.token_names import TokenNames
 from interlock.server.tokens import tokens_router
@@ -54,7 +56,8 @@ def create_app(
     )
     app = FastAPI(title="Interlock", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.context = context
-    for router in (completions_router, chat_router, tokens_router, info_router):
+    routers = (completions_router, chat_router, responses_router, tokens_router, refusals_router, info_router)
+    for router in routers:
         app.include_router(router(context))
     app.include_router(page_router())
     install_error_handlers(app, context.metrics.rejected)

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from interlock.engine.messages import SamplingParams
 from interlock.server.answering import respond
 from interlock.server.answers import Answer, collect
 from interlock.server.body import read_model
-from interlock.server.chat_output import ChatOutput, OutputFormat
-from interlock.server.chat_prompt import render_chat
+from interlock.server.chat_output import ChatOutput
+from interlock.server.chat_request import PreparedChat, prepare_chat
 from interlock.server.chunks import ChunkWriter, envelope, whole_answer
 from interlock.server.context import ServerContext
-from interlock.server.errors import bad_request
-from interlock.server.generation import Generation
 from interlock.server.logprobs import chat_logprobs, prompt_logprobs
 from interlock.server.openapi import describes
-from interlock.server.prompts import Prompt, encode_text
 from interlock.server.protocol import ChatBody
-from interlock.server.sampling import check_logprobs, sampling_params
-from interlock.server.settings import ServerSettings
-from interlock.server.structured_output import Wish, checked
 from interlock.server.text_output import Piece
-from interlock.server.tools import checked_tools, wished_chat_grammar
-from interlock.structured.spec import GrammarSpec
 
 
 def chat_router(context: ServerContext) -> APIRouter:
@@ -43,68 +32,24 @@ def chat_router(context: ServerContext) -> APIRouter:
         """Answer a conversation."""
         arrival = time.perf_counter()
         body = await read_model(request, ChatBody, max_bytes=context.settings.max_body_bytes)
-        answer = await _ChatRequest.build(body, context, arrival)
+        prepared = await prepare_chat(body, context, arrival, prefix="chatcmpl-")
+        answer = _ChatAnswer(body, context, prepared)
         return await respond(request, answer, stream=body.stream)
 
     return router
 
 
-class _ChatRequest:
-    """A checked request: everything that can be refused has been when it exists."""
+class _ChatAnswer:
+    """A prepared request in the form of this API."""
 
-    def __init__(
-        self,
-        body: ChatBody,
-        context: ServerContext,
-        generation: Generation,
-        request_id: str,
-        form: OutputFormat,
-    ) -> None:
-        self._form = form
+    def __init__(self, body: ChatBody, context: ServerContext, prepared: PreparedChat) -> None:
+        self._form = prepared.form
         self._body = body
         self._context = context
-        self.generation = generation
+        self.generation = prepared.generation
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self._envelope = envelope(kind, request_id, int(time.time()), body.model, context.fingerprint)
-
-    @classmethod
-    async def build(cls, body: ChatBody, context: ServerContext, arrival: float) -> _ChatRequest:
-        context.check_model(body.model)
-        _check_fields(body, context.settings)
-        tools = checked_tools(body)
-        formats = context.chat_formats
-        wish = wished_chat_grammar(body, tools, formats.parser)
-        n = body.n or 1
-        context.check_choices(1, n)
-        text = render_chat(body, context.tokenizer)
-        ids = await encode_text(context.tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
-        if not ids:
-            raise bad_request("the chat template renders these messages to no tokens", param="messages")
-        prompt = Prompt(tuple(ids), text)
-        sampling = _sampling(body, context, prompt)
-        grammar = None if wish is None else await _grammar(wish, text, context)
-        context.check_queue()
-        request_id = f"chatcmpl-{uuid.uuid4().hex}"
-        generation = Generation(
-            context,
-            prompts=[prompt],
-            samplings=[sampling],
-            n=n,
-            request_id=request_id,
-            priority=body.priority or 0,
-            arrival=arrival,
-            grammar=grammar,
-            kept_tokens=formats.markers,
-            timeout=body.timeout,
-        )
-        form = formats.output(
-            text,
-            [] if body.tool_choice == "none" else tools,
-            single_call=body.parallel_tool_calls is False,
-            separate=body.separate_reasoning is not False,
-            show=body.include_reasoning is not False,
-        )
-        return cls(body, context, generation, request_id, form)
+        created = int(time.time())
+        self._envelope = envelope(kind, prepared.request_id, created, body.model, context.fingerprint)
 
     async def whole(self) -> bytes:
         """The non-streamed answer."""
@@ -170,44 +115,3 @@ class _ChatRequest:
                 yield writer.finish(index, reason, piece.stop_reason)
         if writer.includes_usage:
             yield writer.usage(generation.usage())
-
-
-async def _grammar(wish: Wish, prompt: str, context: ServerContext) -> GrammarSpec:
-    """The constraint of an answer to ``prompt``, from its first token or after the reasoning it begins in."""
-    formats = context.chat_formats
-    after = formats.constraint_start(prompt, wish[0])
-    markers = formats.call_markers if wish[1].kind == "structural_tag" else ()
-    spec = msgspec.structs.replace(wish[1], markers=markers, after_token=after)
-    return await checked((wish[0], spec), context)
-
-
-def _sampling(body: ChatBody, context: ServerContext, prompt: Prompt) -> SamplingParams:
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    max_tokens = context.limit.answer_tokens(
-        len(prompt.token_ids), getattr(body, name), None, prompt_param="messages", answer_param=name
-    )
-    return sampling_params(
-        body,
-        settings=context.settings,
-        max_tokens=max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-        vocab_size=context.vocab_size,
-    )
-
-
-def _check_fields(body: ChatBody, settings: ServerSettings) -> None:
-    check_logprobs("top_logprobs", body.top_logprobs, settings.max_logprobs)
-    check_logprobs("prompt_logprobs", body.prompt_logprobs, settings.max_logprobs)
-    both = (body.max_tokens, body.max_completion_tokens)
-    if None not in both and both[0] != both[1]:
-        raise bad_request(
-            f"max_tokens {both[0]} and max_completion_tokens {both[1]} differ; give one of them",
-            param="max_tokens",
-        )
-    if body.top_logprobs is not None and not body.logprobs:
-        raise bad_request("top_logprobs needs logprobs: true", param="top_logprobs")
-    if body.prompt_logprobs is not None and body.stream:
-        raise bad_request("prompt_logprobs is not available in streams", param="prompt_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options needs stream: true", param="stream_options")

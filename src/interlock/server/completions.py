@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from interlock.engine.messages import SamplingParams
 from interlock.server.answering import respond
-from interlock.server.answers import Answer, Echo, collect, echo_of
+from interlock.server.answers import Answer, Echo, best, collect, echo_of
 from interlock.server.body import read_model
 from interlock.server.chunks import ChunkWriter, envelope, whole_answer
 from interlock.server.context import ServerContext
@@ -61,7 +61,7 @@ class _CompletionRequest:
         context.check_model(body.model)
         _check_fields(body, context.settings)
         wish = wished_grammar(body)
-        n = body.n or 1
+        n = body.best_of or body.n or 1
         prompts = await completion_prompts(
             body.prompt,
             tokenizer=context.tokenizer,
@@ -90,15 +90,17 @@ class _CompletionRequest:
     async def whole(self) -> bytes:
         """The non-streamed answer."""
         answers = await collect(self.generation)
-        choices = [self._choice(answer) for answer in answers]
+        if self._body.best_of is not None:
+            answers = best(answers, self._body.best_of, self._body.n or 1)
+        choices = [self._choice(answer, index) for index, answer in enumerate(answers)]
         return whole_answer(self._envelope, choices, self.generation.usage())
 
-    def _choice(self, answer: Answer) -> dict[str, Any]:
+    def _choice(self, answer: Answer, index: int) -> dict[str, Any]:
         body, choice = self._body, answer.choice
         echo = echo_of(choice, self._context) if body.echo else None
         scored = choice.output.prompt_logprobs
         result: dict[str, Any] = {
-            "index": choice.index,
+            "index": index,
             "text": (echo.text if echo else "") + answer.text,
             "logprobs": None,
             "finish_reason": answer.finish_reason,
@@ -148,6 +150,7 @@ def _sampling(body: CompletionBody, context: ServerContext, prompt: Prompt) -> S
     max_tokens = context.limit.answer_tokens(
         len(prompt.token_ids), body.max_tokens, DEFAULT_COMPLETION_TOKENS, prompt_param="prompt"
     )
+    ranked = body.best_of is not None and body.best_of > (body.n or 1)
     wanted = [
         count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None
     ]
@@ -155,7 +158,7 @@ def _sampling(body: CompletionBody, context: ServerContext, prompt: Prompt) -> S
         body,
         settings=context.settings,
         max_tokens=max_tokens,
-        logprobs=body.logprobs,
+        logprobs=0 if body.logprobs is None and ranked else body.logprobs,
         prompt_logprobs=max(wanted, default=None),
         vocab_size=context.vocab_size,
     )
@@ -164,9 +167,11 @@ def _sampling(body: CompletionBody, context: ServerContext, prompt: Prompt) -> S
 def _check_fields(body: CompletionBody, settings: ServerSettings) -> None:
     check_logprobs("logprobs", body.logprobs, settings.max_logprobs)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, settings.max_logprobs)
-    if body.best_of is not None and body.best_of != (body.n or 1):
+    if body.best_of is not None and body.best_of < (body.n or 1):
+        raise bad_request(f"best_of is {body.best_of}, less than n = {body.n or 1}", param="best_of")
+    if body.stream and body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request(
-            f"best_of is {body.best_of}; answers are not ranked, so it must equal n = {body.n or 1}",
+            "best_of ranks whole answers, so it is not available in streams; leave it out or set it to n",
             param="best_of",
         )
     if body.max_tokens == 0 and not body.echo:

@@ -1,0 +1,76 @@
+"""The body of ``POST /v1/responses``: the part of OpenAI's Responses API that is about text and functions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from interlock.server.protocol import Body, Int32
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[Any, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextSettings(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningSettings(Body):
+    """``effort`` goes to the chat template; summaries are not made."""
+
+    effort: str | None = None
+    summary: None = None
+    generate_summary: None = None
+
+
+class FunctionChoice(Body):
+    type: Literal["function"]
+    name: str
+
+
+class ObfuscationOptions(Body):
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesBody(Body):
+    """Fields without effect here are accepted at values that ask for nothing."""
+
+    model: str
+    input: Any
+    instructions: str | None = None
+    stream: bool | None = False
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+    previous_response_id: str | None = None
+    priority: Int32 | None = None
+    timeout: Annotated[float, Field(gt=0, le=86_400)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    store: bool | None = None
+    background: Literal[False] | None = None
+    conversation: None = None
+    prompt: None = None
+    max_tool_calls: None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    stream_options: ObfuscationOptions | None = None
+    top_logprobs: Literal[0] | None = None
+    truncation: Literal["disabled"] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
