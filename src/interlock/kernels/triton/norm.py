@@ -34,6 +34,7 @@ def rms_norm_kernel(
     inside = column < width
     dtype: tl.constexpr = x.dtype.element_ty
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if adds:
         value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
         value = value.to(dtype)
@@ -41,7 +42,7 @@ def rms_norm_kernel(
         value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
     normed = (value * scale).to(dtype).to(tl.float32)
-    result = normed * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    result = normed * factor
     if quantises:
         tile = tl.reshape(result.to(dtype).to(tl.float32), [padded // 128, 128])
         quantised, scales = to_fp8(tile, 1)
