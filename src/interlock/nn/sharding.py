@@ -43,6 +43,15 @@ class HeadShard:
     kv: range
 
 
+def kv_heads_of(kv_heads: int, parts: int, index: int) -> range:
+    """Global key-value heads that attention-TP rank ``index`` of ``parts`` holds; the sizes divide.
+
+    With more ranks than heads each head is held by ``parts / kv_heads`` ranks.
+    """
+    start = index * kv_heads // parts
+    return range(start, start + max(1, kv_heads // parts))
+
+
 def shard_heads(attention: AttentionCard, parts: int, index: int) -> HeadShard:
     """Heads of rank ``index`` of ``parts``: consecutive query heads and the key-value heads they read.
 
@@ -61,6 +70,5 @@ def shard_heads(attention: AttentionCard, parts: int, index: int) -> HeadShard:
             f"possible: {', '.join(map(str, fitting))}"
         )
     q_size = heads // parts
-    kv_size = max(1, kv_heads // parts)
-    kv_start = index * kv_heads // parts
-    return HeadShard(q=range(index * q_size, (index + 1) * q_size), kv=range(kv_start, kv_start + kv_size))
+    q = range(index * q_size, (index + 1) * q_size)
+    return HeadShard(q=q, kv=kv_heads_of(kv_heads, parts, index))

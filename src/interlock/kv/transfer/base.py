@@ -1,0 +1,130 @@
+"""What a transfer backend declares, and what its live objects do. No torch at import time.
+
+A backend moves bytes of key-value pages from a prefill server's rank to a decode server's rank. It knows
+nothing of tokens, heads or requests: the receiver registers buffers, the sender writes pieces of its own
+buffers into them, one-sided. What to copy is computed in ``copies``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from interlock.errors import InterlockError
+
+if TYPE_CHECKING:
+    import torch
+
+Int64s = npt.NDArray[np.int64]
+
+
+class TransferError(InterlockError):
+    """A transfer that cannot be done; its text names both sides' part in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferBackend:
+    """Capabilities of one backend.
+
+    Attributes:
+        devices: where the pools may live: "cpu", "cuda".
+        spans_hosts: the two servers may run on different machines.
+        packages: distributions that must be installed.
+        libraries: shared libraries that the operating system must have.
+        sender, receiver: "module:Class" of a ``KVSender`` and a ``KVReceiver``, constructed with the host
+            that peers reach this process at.
+        priority: the highest one that is ready is taken by default.
+    """
+
+    name: str
+    summary: str
+    devices: frozenset[str]
+    spans_hosts: bool
+    sender: str
+    receiver: str
+    packages: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Bytes to copy, all int64 [pieces].
+
+    Piece i is ``length[i]`` bytes at ``source[i]`` of the sender's buffer ``source_buffer[i]``, written at
+    ``target[i]`` of the receiver's buffer ``target_buffer[i]``.
+    """
+
+    source_buffer: Int64s
+    source: Int64s
+    target_buffer: Int64s
+    target: Int64s
+    length: Int64s
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.length.sum())
+
+    def check(self, source_sizes: Sequence[int], target_sizes: Sequence[int]) -> None:
+        """Raises ``TransferError`` for a piece that leaves its buffers."""
+        for name, buffer, start, sizes in (
+            ("source", self.source_buffer, self.source, source_sizes),
+            ("target", self.target_buffer, self.target, target_sizes),
+        ):
+            if not len(self):
+                return
+            if buffer.min() < 0 or buffer.max() >= len(sizes):
+                raise TransferError(f"a piece is in {name} buffer {buffer.max()}; there are {len(sizes)}")
+            limit = np.asarray(sizes, dtype=np.int64)[buffer]
+            if start.min() < 0 or (start + self.length > limit).any() or self.length.min() < 0:
+                raise TransferError(f"a piece leaves its {name} buffer")
+
+
+class KVReceiver(Protocol):
+    """The decode side of one rank: memory that others may write to."""
+
+    def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Zero-filled uint8 buffers of these sizes on the CPU, suitable for ``register``."""
+
+    def register(self, buffers: Sequence[torch.Tensor]) -> bytes:
+        """Open contiguous ``buffers`` to writers; returns what a sender needs to ``connect``.
+
+        Raises:
+            TransferError: they cannot be opened.
+        """
+
+    def close(self) -> None:
+        """Nobody may write any more. Idempotent."""
+
+
+class KVSender(Protocol):
+    """The prefill side of one rank."""
+
+    def register(self, buffers: Sequence[torch.Tensor]) -> None:
+        """The contiguous buffers that pieces are read from."""
+
+    def connect(self, description: bytes, sizes: Sequence[int]) -> int:
+        """Reach a receiver; returns its number. ``sizes`` are what its buffers must hold, in bytes.
+
+        Raises:
+            TransferError: it cannot be reached, or is not what it says.
+        """
+
+    def write(self, receiver: int, pieces: Pieces) -> None:
+        """Copy; when this returns, all bytes are in the receiver's memory. One caller at a time.
+
+        Raises:
+            TransferError: not everything arrived.
+        """
+
+    def disconnect(self, receiver: int) -> None: ...
+
+    def close(self) -> None:
+        """Idempotent."""

@@ -1,0 +1,22 @@
+"""All transfer backends by name. Third parties register a ``TransferBackend`` under
+``interlock.transfer_backends``."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from interlock.kv.transfer.base import TransferBackend
+from interlock.plugins import Catalogue, discover
+
+BUILT_IN = ("interlock.kv.transfer.shared_memory:BACKEND",)
+
+
+@cache
+def transfer_backends() -> Catalogue[TransferBackend]:
+    """Built-in and third-party backends, and the broken ones with the reason."""
+    return discover(
+        kind="transfer backend",
+        group="interlock.transfer_backends",
+        built_in=BUILT_IN,
+        expected=TransferBackend,
+    )
