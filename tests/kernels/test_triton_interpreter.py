@@ -13,6 +13,7 @@ import torch
 
 from interlock.kernels.base import ExpertRows, PackedExperts
 from interlock.kernels.torch_reference import TorchKernels
+from interlock.kernels.triton.attention_tiles import AttentionTile
 from interlock.kernels.triton.expert_tensors import ExpertTensors
 from interlock.kernels.triton.row_blocks import reference_lists, reference_quantise
 from interlock.kernels.triton.tuned import MoeConfig, Tile
@@ -24,6 +25,7 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("set TRITON_INTERPRET=1 to run the GPU kernels on the CPU", allow_module_level=True)
 
 from interlock.kernels.triton import moe, norm, router  # noqa: E402
+from interlock.kernels.triton.attention import paged_attention  # noqa: E402
 from interlock.kernels.triton.fp8_rows import quantise_rows, quantise_to_places  # noqa: E402
 from interlock.kernels.triton.kernels import TritonKernels  # noqa: E402
 
@@ -41,6 +43,7 @@ def test_row_lists_equal_a_stable_sort(tokens, k, experts, block_rows, unused) -
     want = reference_lists(ids, weights, experts, block_rows)
     blocks = int(got.block_count)
     assert blocks == int(want.block_count)
+    assert int(got.end) == int(want.end)
     assert torch.equal(got.blocks[:, :blocks], want.blocks)
     assert bool((got.blocks[0, blocks:] == -1).all())
     for name in ("source", "target", "weight"):
@@ -98,7 +101,9 @@ def test_segments_are_cut_into_blocks() -> None:
         (3, 64, 80, 4, 2),
         (3, 80, 81, 4, 2),
     ]
+    assert int(lists.end) == 81
     slab = moe.segment_lists(counts, None, 48, 4 * 48, None, 16)
+    assert int(slab.end) == 3 * 48 + 17
     assert slab.blocks[1, : int(slab.block_count)].tolist() == [48, 96, 112, 128, 144, 160]
 
 
@@ -179,6 +184,18 @@ def test_rope_and_store_equals_the_torch_kernels() -> None:
 def test_paged_attention_equals_float64(window, sinks, lengths) -> None:
     case = paged_case(lengths, nh=6, kvh=2, hd=24, vd=16, window=window, sinks=sinks, padding=1)
     got = KERNELS.paged_attention(case.q, **case.arguments())
+    assert relative(got, case.in_float64()) < 1e-5
+    assert bool((got[-1] == 0).all())
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("tile", [
+    AttentionTile(16, 16, 4, 2, 0, 32), AttentionTile(16, 32, 4, 2, 0, 32, ids_ahead=True),
+    AttentionTile(32, 16, 4, 2, 99, 16, ids_ahead=True), AttentionTile(64, 32, 4, 2, 99, 32)])  # fmt: skip
+@pytest.mark.parametrize("lengths", [[(1, 1), (1, 70), (0, 3), (1, 33)], [(24, 40), (1, 50)]])
+def test_attention_tiles(window, tile, lengths) -> None:
+    case = paged_case(lengths, nh=4, kvh=2, hd=16, vd=16, window=window, sinks=True, padding=1)
+    got = paged_attention(case.q, tile=tile, **case.arguments())
     assert relative(got, case.in_float64()) < 1e-5
     assert bool((got[-1] == 0).all())
 

@@ -15,7 +15,7 @@ from tests.kernels.triton_cases import random_routes
 
 pytest.importorskip("triton", reason="Triton is not installed: torch's CPU builds bring none")
 
-from interlock.kernels.triton import attention, pipelined, pipelined_gemm
+from interlock.kernels.triton import attention, pipelined, pipelined_gemm, placement_kernels
 from interlock.kernels.triton.attention_tiles import AttentionTile
 
 HIDDEN, INTER, EXPERTS, PROGRAMS = 256, 128, 3, 132
@@ -38,17 +38,17 @@ class Recorder:
 
 
 @pytest.fixture
-def kernels(monkeypatch):
-    recorders = {}
-    for name in ("pipelined_gate_up_kernel", "pipelined_down_kernel"):
-        recorders[name] = Recorder(getattr(pipelined_gemm, name))
-        monkeypatch.setattr(pipelined_gemm, name, recorders[name])
+def multiplications(monkeypatch):
+    recorder = Recorder(pipelined_gemm.pipelined_kernel)
+    monkeypatch.setattr(pipelined_gemm, "pipelined_kernel", recorder)
     facts = SimpleNamespace(multi_processor_count=PROGRAMS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    return recorders
+    return recorder.launches
 
 
-def test_experts(kernels) -> None:
+def test_experts(monkeypatch, multiplications) -> None:
+    swiglu = Recorder(placement_kernels.silu_quantise_rows_kernel)
+    monkeypatch.setattr(placement_kernels, "silu_quantise_rows_kernel", swiglu)
     gate_up, gate_up_scales = quantise_blocks(torch.randn(EXPERTS, 2 * INTER, HIDDEN))
     down, down_scales = quantise_blocks(torch.randn(EXPERTS, HIDDEN, INTER))
     experts = ExpertTensors(gate_up, down, gate_up_scales, down_scales)
@@ -57,23 +57,30 @@ def test_experts(kernels) -> None:
     row_scales = torch.zeros(HIDDEN // 128, lists.places)
     out = torch.zeros(100, HIDDEN, dtype=torch.bfloat16)
     pipelined.compute(rows, row_scales, experts, lists, out)
-    [(grid, first)] = kernels["pipelined_gate_up_kernel"].launches
+    (grid, first), (_, second) = multiplications
+    [(_, between)] = swiglu.launches
     assert grid == (PROGRAMS,)
     assert first["rows"].base is rows
     assert first["rows"].block_shape == [64, 128]
     assert list(first["weight"].shape) == [EXPERTS * 2 * INTER, HIDDEN]
     assert first["weight_scales"] is gate_up_scales
-    assert (first["depth"], first["inter"]) == (HIDDEN, INTER)
-    [(_, second)] = kernels["pipelined_down_kernel"].launches
-    assert second["rows"].base is first["act"]
-    assert second["row_scales"] is first["act_scales"]
+    assert (first["depth"], first["width"], first["has_target"]) == (HIDDEN, 2 * INTER, False)
+    assert bool((first["row_weights"] == 1).all())
+    assert between["gate_up"] is first["out"]
+    assert list(first["out"].shape) == [lists.places, 2 * INTER]
+    assert between["live"] is lists.end
+    assert int(lists.end) == lists.places
+    assert (between["entry_rows"], between["scale_stride"], between["inter"]) == (lists.places,) * 2 + (
+        INTER,
+    )
+    assert second["rows"].base is between["act"]
+    assert second["row_scales"] is between["act_scales"]
     assert list(second["weight"].shape) == [EXPERTS * HIDDEN, INTER]
     assert second["weight_scales"] is down_scales
     for name, wanted in (("out", out), ("target", lists.target), ("row_weights", lists.weight)):
         assert second[name] is wanted
-    assert (second["depth"], second["hidden"]) == (INTER, HIDDEN)
-    assert (second["has_target"], second["has_weights"]) == (True, True)
-    assert second["out_stride"] == HIDDEN
+    assert (second["depth"], second["width"], second["has_target"]) == (INTER, HIDDEN, True)
+    assert (first["out_stride"], second["out_stride"]) == (2 * INTER, HIDDEN)
     for launch in (first, second):
         assert launch["blocks"] is lists.blocks
         assert launch["block_count"] is lists.block_count
@@ -81,7 +88,6 @@ def test_experts(kernels) -> None:
         assert launch["row_scale_stride"] == lists.places
         assert int(launch["counter"][0]) == 0
     assert first["counter"].data_ptr() != second["counter"].data_ptr()
-    assert first["act_scale_stride"] == lists.places
 
 
 @pytest.mark.parametrize(
@@ -93,23 +99,6 @@ def test_what_fits(hidden, block_rows, fp8, wanted) -> None:
     experts = ExpertTensors(torch.zeros(1, 256, hidden), torch.zeros(1, hidden, 128), scales, scales)
     lists = reference_lists(torch.zeros(1, 1, dtype=torch.int64), None, 1, block_rows)
     assert pipelined.fits(experts, lists) == wanted
-
-
-@pytest.mark.parametrize("count", [1, 128, 300])
-def test_a_dense_weight_is_one_expert(kernels, count) -> None:
-    weight, scales = quantise_blocks(torch.randn(512, HIDDEN))
-    rows = torch.zeros(count, HIDDEN, dtype=torch.float8_e4m3fn)
-    out = torch.zeros(count, 512)
-    pipelined.dense(rows, torch.zeros(HIDDEN // 128, count), weight, scales, out)
-    [(_, launch)] = kernels["pipelined_down_kernel"].launches
-    expert, first, end, leader, size = launch["blocks"]
-    assert int(launch["block_count"]) == launch["max_blocks"] == len(first) == -(-count // 128)
-    assert first.tolist() == list(range(0, count, 128))
-    assert end.tolist() == [min(start + 128, count) for start in first.tolist()]
-    assert not expert.any()
-    assert not leader.any()
-    assert bool((size == len(first)).all())
-    assert (launch["depth"], launch["hidden"], launch["has_target"]) == (HIDDEN, 512, False)
 
 
 @pytest.mark.parametrize("window", [None, 128])

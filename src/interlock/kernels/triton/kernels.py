@@ -156,6 +156,7 @@ class TritonKernels:
             rows.weight,
             cuts.blocks,
             cuts.block_count,
+            cuts.end,
             places=places,
             block_rows=config.block_rows,
         )

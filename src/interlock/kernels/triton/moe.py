@@ -94,7 +94,7 @@ def _token_lists(
     tokens, k = ids.shape
     count = tokens * k
     blocks = max_row_blocks(count, experts, block_rows)
-    sizes = (count, count, count, 5 * blocks, 1)
+    sizes = (count, count, count, 5 * blocks, 2)
     source, target, places, table, total = int32_arrays(sizes, ids.device)
     placed = None if weights is None else torch.empty(count, dtype=torch.float32, device=ids.device)
     place_of_lane = None
@@ -118,7 +118,8 @@ def _token_lists(
         target,
         placed,
         table.view(5, blocks),
-        total,
+        total[:1],
+        total[1:],
         places=count,
         block_rows=block_rows,
         place_of_lane=place_of_lane,
@@ -178,13 +179,21 @@ def segment_lists(
     else:
         blocks = max_row_blocks(places, experts, block_rows)
     table = torch.empty(5, blocks, dtype=torch.int32, device=counts.device)
-    total = torch.empty(1, dtype=torch.int32, device=counts.device)
+    total = torch.empty(2, dtype=torch.int32, device=counts.device)
     route_lists.segment_blocks_kernel[(1,)](
         counts, psum, table, total, experts, slab_rows, blocks,
         has_psum=psum is not None, bins=power_of_two(experts), block_rows=block_rows,
     )  # fmt: skip
     return RowLists(
-        None, None, weights, table, total, places=places, block_rows=block_rows, sparse=psum is None
+        None,
+        None,
+        weights,
+        table,
+        total[:1],
+        total[1:],
+        places=places,
+        block_rows=block_rows,
+        sparse=psum is None,
     )
 
 

@@ -9,6 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from interlock.kernels.triton import pipelined_gemm
 from interlock.kernels.triton.expert_tensors import GROUP, ExpertTensors
 from interlock.kernels.triton.fp8_rows import quantise_rows, quantise_to_places
+from interlock.kernels.triton.placed_rows import Entries, silu_quantise
 from interlock.kernels.triton.row_blocks import RowLists
 
 BLOCK_ROWS = 128
@@ -39,49 +40,46 @@ def placed_rows(
 def compute(
     rows: torch.Tensor, row_scales: torch.Tensor, experts: ExpertTensors, lists: RowLists, out: torch.Tensor
 ) -> None:
-    """out[target[p]] = weight[p] * down(silu(gate rows[p]) * up rows[p]); i and h multiples of 128 and
-    256."""
-    _, hidden, inter = experts.down.shape
-    act = torch.empty(lists.places, inter, dtype=rows.dtype, device=rows.device)
-    act_scales = torch.empty(inter // GROUP, lists.places, dtype=torch.float32, device=rows.device)
-    programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
-    gate_up_counter, down_counter = torch.zeros(2, 4, dtype=torch.int32, device=rows.device)
-    pipelined_gemm.pipelined_gate_up_kernel[(programs,)](
-        _descriptor(rows, 64), row_scales, _descriptor(experts.gate_up.flatten(0, 1), 128),
-        experts.gate_up_scales, act, act_scales, lists.blocks, lists.block_count, gate_up_counter,
-        lists.max_blocks, row_scales.stride(0), act_scales.stride(0),
-        depth=hidden, inter=inter, stages=STAGES, num_warps=4,
-    )  # fmt: skip
-    pipelined_gemm.pipelined_down_kernel[(programs,)](
-        _descriptor(act, 64), act_scales, _descriptor(experts.down.flatten(0, 1), 128), experts.down_scales,
-        out, lists.target, lists.weight, lists.blocks, lists.block_count, down_counter, lists.max_blocks,
-        act_scales.stride(0), out.stride(0), depth=inter, hidden=hidden, stages=STAGES,
-        has_target=lists.target is not None, has_weights=lists.weight is not None, num_warps=4,
-    )  # fmt: skip
+    """out[target[p]] = weight[p] * down(silu(gate rows[p]) * up rows[p]); i and h multiples of 128 and 256.
+
+    Gate and up come out side by side in bfloat16; SwiGLU and the quantisation of its result are a kernel of
+    their own, since compiled into the product they make its sums spill.
+    """
+    inter, places, device = experts.down.shape[2], lists.places, rows.device
+    counters = torch.zeros(2, 4, dtype=torch.int32, device=device)
+    ones = torch.ones(places, dtype=torch.float32, device=device)
+    gate_up = torch.empty(places, 2 * inter, dtype=torch.bfloat16, device=device)
+    _multiply(
+        rows, row_scales, experts.gate_up, experts.gate_up_scales, lists, gate_up, counters[0], None, ones
+    )
+    act_scales = torch.empty(inter // GROUP, places, dtype=torch.float32, device=device)
+    listed = Entries(lists.end, places, scale_entry_stride=0, scale_stride=places)
+    act = silu_quantise(gate_up, listed, None, act_scales)
+    del gate_up
+    weights = ones if lists.weight is None else lists.weight
+    _multiply(
+        act, act_scales, experts.down, experts.down_scales, lists, out, counters[1], lists.target, weights
+    )
 
 
-def dense(
+def _multiply(
     rows: torch.Tensor,
     row_scales: torch.Tensor,
     weight: torch.Tensor,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
+    lists: RowLists,
     out: torch.Tensor,
+    counter: torch.Tensor,
+    target: torch.Tensor | None,
+    row_weights: torch.Tensor,
 ) -> None:
-    """out [n, N] = rows @ weight.T for one dense weight e4m3 [N, K]: the second GEMM with a single expert."""
-    count, device = rows.shape[0], rows.device
-    first = torch.arange(0, count, BLOCK_ROWS, dtype=torch.int32, device=device)
-    size = len(first)
-    zeros = torch.zeros_like(first)
-    end = (first + BLOCK_ROWS).clamp_max(count)
-    blocks = torch.stack((zeros, first, end, zeros, zeros + size))
-    block_count = torch.full((1,), size, dtype=torch.int32, device=device)
-    counter = torch.zeros(1, dtype=torch.int32, device=device)
-    programs = torch.cuda.get_device_properties(device).multi_processor_count
-    pipelined_gemm.pipelined_down_kernel[(programs,)](
-        _descriptor(rows, 64), row_scales, _descriptor(weight, 128), scales, out, None, None,
-        blocks, block_count, counter, size, row_scales.stride(0), out.stride(0),
-        depth=weight.shape[1], hidden=weight.shape[0], stages=STAGES,
-        has_target=False, has_weights=False, num_warps=4,
+    """out[target[p]] = row_weights[p] * (weight [E, N, K] of p's expert) rows[p]; counter int32 [1], zero."""
+    programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
+    pipelined_gemm.pipelined_kernel[(programs,)](
+        _descriptor(rows, 64), row_scales, _descriptor(weight.flatten(0, 1), 128), scales,
+        out, target, row_weights, lists.blocks, lists.block_count, counter, lists.max_blocks,
+        row_scales.stride(0), out.stride(0), depth=weight.shape[2], width=weight.shape[1], stages=STAGES,
+        has_target=target is not None, num_warps=4,
     )  # fmt: skip
 
 

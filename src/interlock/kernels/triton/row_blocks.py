@@ -24,6 +24,7 @@ class RowLists:
         blocks: int32 [5, B]: expert (-1 behind the last block), first place, one past the last place, first
             block of the same expert, number of blocks of the same expert.
         block_count: int32 [1], number of blocks in use.
+        end: int32 [1], one past the last place in use.
         places: P.
         place_of_lane: int32 [n, k], place of each lane or -1, where it was made.
         one_block_an_expert: no expert has more than one block.
@@ -35,6 +36,7 @@ class RowLists:
     weight: torch.Tensor | None
     blocks: torch.Tensor
     block_count: torch.Tensor
+    end: torch.Tensor
     places: int
     block_rows: int
     place_of_lane: torch.Tensor | None = None
@@ -99,6 +101,7 @@ def reference_lists(
         weight=None if weights is None else weights.flatten()[target],
         blocks=table.T,
         block_count=torch.tensor([len(blocks)], dtype=torch.int32, device=ids.device),
+        end=torch.tensor([start], dtype=torch.int32, device=ids.device),
         places=len(target),
         block_rows=block_rows,
     )
