@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -112,3 +114,20 @@ def test_priorities_reach_the_scheduler(either: Post, engine: FakeEngine) -> Non
 
 def test_special_tokens_are_named_in_logprobs(tokenizer: Tokenizer) -> None:
     assert TokenNames(tokenizer).text(2) == "<|im_end|>"
+
+
+def test_the_queue_limit_holds_in_a_burst(serve: Serve) -> None:
+    """F24: what was submitted since the schedulers last reported counts as waiting too."""
+    engine, http = serve(max_waiting=4)
+    engine.script("z", hold=True)
+    body = {"model": "tiny", "prompt": "x", "n": engine.plan.max_running_requests + 4}
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(http.post, "/v1/completions", json=body)
+        while len(engine.live) < body["n"]:
+            time.sleep(0.005)
+        refused = http.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
+        assert refused.status_code == 429
+        assert refused.headers["Retry-After"]
+        assert refused.json()["error"]["code"] == "queue_full"
+        engine.released = True
+        assert first.result().status_code == 200

@@ -74,10 +74,17 @@ class ServerContext:
             )
 
     def check_queue(self) -> None:
-        """Refuse with 429 when more requests wait than the settings allow."""
+        """Refuse with 429 when more requests wait than the settings allow.
+
+        What the schedulers reported last may be a step old; so those that were submitted since, beyond what
+        can run at once, count as waiting too.
+        """
         if self.settings.max_waiting is None:
             return
-        waiting = sum(stats.waiting for stats in self.engine.stats())
+        plan = self.engine.plan
+        places = plan.max_running_requests * plan.attn_dp_size
+        reported = sum(stats.waiting for stats in self.engine.stats())
+        waiting = max(reported, self.live_requests() - places)
         if waiting >= self.settings.max_waiting:
             raise ApiError(
                 429,
