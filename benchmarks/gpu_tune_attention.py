@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -39,26 +39,21 @@ SLACK = 0.02
 
 
 def tile_name(tile: AttentionTile) -> str:
-    special = "ws" if tile.specialised else "t"
+    special = "ws" if tile.specialised else "a" if tile.ids_ahead else "t"
     split = f"p{tile.programs}k{tile.split_keys}" if tile.programs else ""
     return f"{special}{tile.rows}x{tile.keys_a_step}w{tile.warps}s{tile.stages}{split}"
 
 
 def decode_candidates(windowed: bool) -> list[AttentionTile]:
-    shapes = [
-        (64, 4, 2),
-        (64, 4, 3),
-        (64, 4, 1),
-        (32, 4, 3),
-        (32, 2, 3),
-        (64, 8, 2),
-        (128, 4, 1),
-        (128, 8, 1),
-    ]
+    shapes = [(64, 4, 2), (64, 4, 3), (32, 4, 3), (64, 8, 2), (128, 4, 1), (128, 8, 1)]
+    ahead = [(64, 4, 2), (64, 4, 3), (32, 4, 4), (64, 8, 2), (128, 8, 1)]
+    splits = (0, 256) if windowed else (528, 256)
+    tiles = [AttentionTile(16, *shape, *splits) for shape in shapes]
+    tiles += [AttentionTile(16, *shape, *splits, ids_ahead=True) for shape in ahead]
     if windowed:
-        return [AttentionTile(16, *shape) for shape in shapes] + [AttentionTile(16, 32, 4, 2, 264, 32)]
-    tiles = [AttentionTile(16, *shape, 528, 256) for shape in shapes]
-    return [*tiles, AttentionTile(16, 64, 4, 2, 264, 64), AttentionTile(16, 64, 4, 3, 1056, 128)]
+        return tiles
+    finer = [(264, 64), (1056, 128)]
+    return [*tiles, *(AttentionTile(16, 64, 4, 3, *split, ids_ahead=True) for split in finer)]
 
 
 def prefill_candidates(windowed: bool) -> list[AttentionTile]:
@@ -144,9 +139,7 @@ def check(phase: Phase, windowed: bool, tile: AttentionTile) -> float:
     want = TorchKernels().paged_attention(**given | wide)
     variants = [tile]
     if phase == "decode":
-        variants = [
-            AttentionTile(16, tile.keys_a_step, tile.warps, tile.stages, *p) for p in ((0,), (10**6, 32))
-        ]
+        variants = [replace(tile, programs=programs, split_keys=32) for programs in (0, 10**6)]
     worst = 0.0
     for variant in variants:
         got = attention.paged_attention(**given, tile=variant).double()

@@ -335,6 +335,8 @@ ATTENTION_TILES = {
     "specialised-128": (128, 128, 4, 2, 0, 256, True),
     "specialised-64": (128, 64, 4, 3, 0, 256, True),
     "splits": (64, 32, 4, 2, 10**6, 32),
+    "ids-ahead": (64, 64, 4, 3, 0, 256, False, True),
+    "ids-ahead-splits": (64, 64, 8, 2, 10**6, 64, False, True),
 }
 
 

@@ -129,6 +129,7 @@ def paged_attention(
         page_size=page_size, has_splits=splits > 1, has_window=window is not None,
         has_sinks=sinks is not None, precision="ieee" if q.dtype == torch.float32 else "tf32",
         by_sequence=decode, aligned=tile.keys_a_step % page_size == 0 and not (decode and window is not None),
+        ids_ahead=decode and tile.ids_ahead,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:

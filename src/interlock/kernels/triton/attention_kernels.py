@@ -33,9 +33,28 @@ def _find_sequence(query_start, block, sequences, tokens_a_block: tl.constexpr):
 
 
 @triton.jit
+def _page_ids(
+    table, key, first_seen, stop,
+    keys_a_step: tl.constexpr, page_size: tl.constexpr, aligned: tl.constexpr, masked: tl.constexpr,
+    has_window: tl.constexpr,
+):  # fmt: skip
+    """Page of each of the keys ``key : key + keys_a_step``; 0 for those outside first_seen : stop."""
+    offset = tl.arange(0, keys_a_step)
+    pages = table + (key // page_size + offset // page_size if aligned else (key + offset) // page_size)
+    if masked:
+        held = key + offset < stop
+        if has_window and aligned:
+            held = held & (key + offset >= first_seen)
+        page = tl.load(pages, mask=held, other=0)
+    else:
+        page = tl.load(pages)
+    return page
+
+
+@triton.jit
 def _step(
-    key, first_seen, stop, position, window, factor, query_1, query_2, one, two, inner,
-    k_head, v_head, table, k_slot, v_slot, largest, total, result,
+    key, page, first_seen, stop, position, window, factor, query_1, query_2, one, two, inner,
+    k_head, v_head, k_slot, v_slot, largest, total, result,
     width: tl.constexpr, value_width: tl.constexpr, second_part: tl.constexpr, keys_a_step: tl.constexpr,
     page_size: tl.constexpr, aligned: tl.constexpr, masked: tl.constexpr, exact: tl.constexpr,
     one_token: tl.constexpr, has_window: tl.constexpr, precision: tl.constexpr,
@@ -44,19 +63,12 @@ def _step(
     hidden from some rows; ``exact``: no head is padded; ``aligned``: steps begin and end with a page."""
     offset = tl.arange(0, keys_a_step)
     at = key + offset
-    if aligned:
-        pages = table + key // page_size + offset // page_size
-        inside = offset % page_size
-    else:
-        pages = table + at // page_size
-        inside = at % page_size
+    inside = offset % page_size if aligned else at % page_size
+    page = page.to(tl.int64)
     if masked:
         held = at < stop
         if has_window and aligned:
             held = held & (at >= first_seen)
-        page = tl.load(pages, mask=held, other=0).to(tl.int64)
-    else:
-        page = tl.load(pages).to(tl.int64)
     keys = k_head + (page * (page_size * k_slot) + inside * k_slot)[None, :]
     value = v_head + (page * (page_size * v_slot) + inside * v_slot)[:, None] + inner[None, :]
     if masked and exact:
@@ -110,7 +122,7 @@ def _attend(
     first_part: tl.constexpr, second_part: tl.constexpr, values: tl.constexpr, rows: tl.constexpr,
     tokens_a_block: tl.constexpr, keys_a_step: tl.constexpr, page_size: tl.constexpr,
     has_splits: tl.constexpr, has_window: tl.constexpr, has_sinks: tl.constexpr, precision: tl.constexpr,
-    aligned: tl.constexpr,
+    aligned: tl.constexpr, ids_ahead: tl.constexpr,
 ):  # fmt: skip
     exact: tl.constexpr = first_part + second_part == width and values == value_width
     one_token: tl.constexpr = tokens_a_block == 1
@@ -125,6 +137,8 @@ def _attend(
         share = tl.cdiv(tl.cdiv(stop - start, splits), keys_a_step) * keys_a_step
         start += split * share
         stop = tl.minimum(stop, start + share)
+    if ids_ahead:
+        page = _page_ids(table, start, first_seen, stop, keys_a_step, page_size, aligned, True, has_window)
     row = tl.arange(0, rows)
     inside = block * tokens_a_block + row // group
     head = kv_head * group + row % group
@@ -153,15 +167,23 @@ def _attend(
     if not one_token and not has_window:
         middle = (first_position + 1) // keys_a_step * keys_a_step
         for key in range(start, middle, keys_a_step):
+            ids = _page_ids(table, key, first_seen, stop, keys_a_step, page_size, aligned, False, has_window)
             largest, total, result = _step(
-                key, first_seen, stop, position, window, factor, query_1, query_2, one, two, inner,
-                k_head, v_head, table, k_slot, v_slot, largest, total, result, width, value_width,
+                key, ids, first_seen, stop, position, window, factor, query_1, query_2, one, two, inner,
+                k_head, v_head, k_slot, v_slot, largest, total, result, width, value_width,
                 second_part, keys_a_step, page_size, aligned, False, exact, one_token, has_window, precision,
             )  # fmt: skip
     for key in range(middle, stop, keys_a_step):
+        if ids_ahead:
+            ids = page
+            page = _page_ids(
+                table, key + keys_a_step, first_seen, stop, keys_a_step, page_size, aligned, True, has_window
+            )
+        else:
+            ids = _page_ids(table, key, first_seen, stop, keys_a_step, page_size, aligned, True, has_window)
         largest, total, result = _step(
-            key, first_seen, stop, position, window, factor, query_1, query_2, one, two, inner,
-            k_head, v_head, table, k_slot, v_slot, largest, total, result, width, value_width,
+            key, ids, first_seen, stop, position, window, factor, query_1, query_2, one, two, inner,
+            k_head, v_head, k_slot, v_slot, largest, total, result, width, value_width,
             second_part, keys_a_step, page_size, aligned, True, exact, one_token, has_window, precision,
         )  # fmt: skip
     mask = live[:, None] & (inner[None, :] < value_width)
@@ -201,9 +223,11 @@ def attention_kernel(
     first_part: tl.constexpr, second_part: tl.constexpr, values: tl.constexpr, rows: tl.constexpr,
     tokens_a_block: tl.constexpr, keys_a_step: tl.constexpr, page_size: tl.constexpr,
     has_splits: tl.constexpr, has_window: tl.constexpr, has_sinks: tl.constexpr, precision: tl.constexpr,
-    by_sequence: tl.constexpr, aligned: tl.constexpr,
+    by_sequence: tl.constexpr, aligned: tl.constexpr, ids_ahead: tl.constexpr,
 ):  # fmt: skip
-    """Programs (block, kv head, split). ``by_sequence``: block i is sequence i, all its tokens in turn.
+    """Programs (block, kv head, split). ``ids_ahead``: pages of a step are read a step before, those of the
+    first before the queries (where one loop takes in all keys). ``by_sequence``: block i is sequence i, all
+    its tokens in turn.
 
     Blocks of tokens run from the last to the first, so that those with the most keys begin first.
     """
@@ -213,16 +237,9 @@ def attention_kernel(
     block = 0
     if not by_sequence:
         sequence = tl.num_programs(0) - 1 - tl.program_id(0)
-    if not has_splits:
-        filled = tl.load(query_start + sequences)
-        first = sequence * tokens_a_block
-        if first + tokens_a_block > filled:
-            _clear_padding(
-                out, first, filled, total_tokens, kv_head,
-                heads, group, value_width, values, rows, tokens_a_block,
-            )  # fmt: skip
+    place = sequence
+    filled = tl.load(query_start + sequences)
     if not by_sequence:
-        place = sequence
         sequence = _find_sequence(query_start, place, sequences, tokens_a_block)
         block = place - tl.load(query_start + sequence) // tokens_a_block - sequence
     sequence_start = tl.load(query_start + sequence)
@@ -237,8 +254,14 @@ def attention_kernel(
             sequence_start, sequence_tokens, length, each, kv_head, split, splits,
             q_row, q_head, k_slot, v_slot,
             heads, group, width, value_width, first_part, second_part, values, rows, tokens_a_block,
-            keys_a_step, page_size, has_splits, has_window, has_sinks, precision, aligned,
+            keys_a_step, page_size, has_splits, has_window, has_sinks, precision, aligned, ids_ahead,
         )  # fmt: skip
+    if not has_splits:  # noqa: SIM102
+        if place * tokens_a_block + tokens_a_block > filled:
+            _clear_padding(
+                out, place * tokens_a_block, filled, total_tokens, kv_head,
+                heads, group, value_width, values, rows, tokens_a_block,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["total_tokens", "sequences", "splits"])

@@ -25,6 +25,7 @@ class AttentionTile:
         programs: programs aimed at in decode, by splitting the keys of a sequence; 0 never splits.
         split_keys: keys that a split has at least.
         specialised: prefill by persistent programs with specialised warps, where they apply.
+        ids_ahead: decode reads the page numbers of a step one step before.
     """
 
     rows: int
@@ -34,6 +35,7 @@ class AttentionTile:
     programs: int = 0
     split_keys: int = 256
     specialised: bool = False
+    ids_ahead: bool = False
 
     def key_splits(self, programs: int, max_keys: int) -> int:
         """How many programs share the keys of one sequence and head, from static sizes only."""
