@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-SHOWN = 2600
+SHOWN = 3300
 """Characters of a stage that are shown."""
 ALL_TOKENS = "1,8,32,64,128,256,512,1024,2048,4096,8192,16384"
 SHARED = ["--expert-width", "2048", "--top-k", "8", "--dtype", "bfloat16"]
