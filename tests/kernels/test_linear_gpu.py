@@ -62,8 +62,10 @@ def fp8_product(x: torch.Tensor, data) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FP8)
 @pytest.mark.parametrize("rows", [1, 5, 16, 64, 65, 200, 500])
-@pytest.mark.parametrize(("width", "depth"), [(768, 2048), (2560, 4096), (200, 1024)])
-def test_fp8(kernels, name, rows, width, depth) -> None:
+@pytest.mark.parametrize(
+    ("width", "depth", "dtype", "bound"), [(768, 2048, BF16, 4e-3), (200, 1024, torch.float32, 1e-3)]
+)
+def test_fp8(kernels, name, rows, width, depth, dtype, bound) -> None:
     from interlock.kernels.triton.fp8_rows import quantise_rows
     from interlock.kernels.triton.linear_launch import launch
 
@@ -72,16 +74,14 @@ def test_fp8(kernels, name, rows, width, depth) -> None:
         pytest.skip(f"{config} does not fit {width} x {depth}")
     data = kernels.pack_linear_fp8(draw(width, depth, scale=depth**-0.5)).data
     x = draw(rows, depth)
-    want = fp8_product(x, data)
-    for dtype, bound in ((BF16, 4e-3), (torch.float32, 1e-3)):
-        got = launch(config, *quantise_rows(x), data.weight, data.scales, dtype)
-        assert got.dtype == dtype
-        assert relative(got, want) < bound
+    got = launch(config, *quantise_rows(x), data.weight, data.scales, dtype)
+    assert got.dtype == dtype
+    assert relative(got, fp8_product(x, data)) < bound
 
 
 @pytest.mark.parametrize("name", BFLOAT16)
 @pytest.mark.parametrize("rows", [1, 7, 16, 33])
-@pytest.mark.parametrize(("width", "depth"), [(4096, 8192), (200, 1024)])
+@pytest.mark.parametrize(("width", "depth"), [(200, 1024)])
 def test_bfloat16(kernels, name, rows, width, depth) -> None:
     from interlock.kernels.triton.linear_launch import launch
 
