@@ -21,7 +21,7 @@ def test_shapes_down_to_no_rows(shape: tuple[int, int], dtype: torch.dtype) -> N
     back = dequantise_rows(values, scales, torch.float32)
     grouped = (shape[0], shape[1] // 128, 128)
     largest = rows.float().view(grouped).abs().amax(-1, keepdim=True)
-    assert ((back - rows.float()).view(grouped).abs() <= largest * 16 / E4M3_MAX).all()
+    assert ((back - rows.float()).view(grouped).abs() <= largest * 16.001 / E4M3_MAX).all()
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1.0, 3e38])

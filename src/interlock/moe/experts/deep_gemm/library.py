@@ -11,7 +11,9 @@ Legend: E experts, R rows of the aligned segments, M rows of a slab, N weight ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,11 +25,26 @@ EXPECTED_ROWS = 1024
 kernel serves all batches and none is compiled while serving."""
 
 
-@dataclass(frozen=True, slots=True)
 class DeepGemm:
-    """The two grouped products. Neither synchronises with the host; a capture needs one call before it."""
+    """The two grouped products. Neither synchronises with the host; a capture needs one call before it.
 
-    module: Any
+    Args:
+        module: the package.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deep-gemm")
+        self._compiled: dict[tuple[int, ...], Future[None]] = {}
+
+    def compile_ahead(self, shape: tuple[int, ...], compile_all: Callable[[], None]) -> Future[None]:
+        """Have ``compile_all`` run beside this thread, once for each shape; wait before other calls.
+
+        The compiler is a process of its own, so that weights can be loaded meanwhile.
+        """
+        if shape not in self._compiled:
+            self._compiled[shape] = self._thread.submit(compile_all)
+        return self._compiled[shape]
 
     def contiguous(
         self,
@@ -78,8 +95,9 @@ class DeepGemm:
         return out
 
 
+@cache
 def load_deep_gemm() -> DeepGemm:
-    """Import the package.
+    """Import the package; the same object for all layers.
 
     Raises:
         StartupError: it cannot be loaded here, or the GPU is not a Hopper.

@@ -12,6 +12,7 @@ Legend: n tokens, k lanes a token, R rows of the aligned segments, M rows of a s
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +39,13 @@ class Pipeline:
 
     def compile(self) -> None:
         """Have both products of aligned segments compiled, on no rows at all: no batch waits for it later."""
+        device = self.experts.down.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self._multiply_nothing(device)
+
+    def _multiply_nothing(self, device: torch.device) -> None:
         experts, hidden, inter = self.experts.down.shape
         gate_up_scales, down_scales = _scales_of(self.experts)
-        device = self.experts.down.device
         psum = torch.zeros(experts, dtype=torch.int32, device=device)
         for depth, weight, weight_scales in (
             (hidden, self.experts.gate_up, gate_up_scales),

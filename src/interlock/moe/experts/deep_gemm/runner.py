@@ -22,11 +22,13 @@ class DeepGemmRunner(TritonFp8Runner):
     def __init__(self, spec: RunnerSpec, library: DeepGemm | None = None) -> None:
         super().__init__(spec)
         self._library = library or load_deep_gemm()
+        shape = tuple(self._loading.down.shape)
+        self._compiled = self._library.compile_ahead(shape, Pipeline(self._library, self._loading).compile)
 
     def finish_loading(self) -> None:
-        """See ``Runner.finish_loading``; compiles what serving will need."""
+        """See ``Runner.finish_loading``; waits until what serving needs is compiled."""
         super().finish_loading()
-        self._pipeline().compile()
+        self._compiled.result()
 
     def run(self, rows: ExpertInput) -> torch.Tensor:
         """See ``Runner.run``."""
