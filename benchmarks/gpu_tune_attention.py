@@ -151,19 +151,34 @@ def check(phase: Phase, windowed: bool, tile: AttentionTile) -> float:
     return worst
 
 
-def precheck(jobs: list[tuple[Phase, bool, AttentionTile]], processes: int, deadline: float) -> set[Any]:
-    """Jobs that compile and compute the right numbers."""
-    sound = set()
-    with get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
+Job = tuple[Phase, bool, AttentionTile]
+
+
+def run_checks(jobs: list[Job], processes: int, per_process: int | None, deadline: float) -> dict[Job, str]:
+    """What went wrong, by job."""
+    wrong = {}
+    with get_context("spawn").Pool(processes, maxtasksperchild=per_process) as pool:
         for job, result in [(job, pool.apply_async(check, job)) for job in jobs]:
             try:
                 result.get(max(0.1, deadline - time.monotonic()))
-                sound.add(job)
             except Exception as problem:
-                kind = f"{job[0]} {'window' if job[1] else 'full'} {tile_name(job[2])}"
-                print(f"SKIPPED {kind}: {type(problem).__name__} {str(problem)[-300:]}", flush=True)
+                wrong[job] = f"{type(problem).__name__} {str(problem)[-300:]}"
         pool.terminate()
-    return sound
+    return wrong
+
+
+def precheck(jobs: list[Job], processes: int, deadline: float) -> set[Job]:
+    """Jobs that compile and compute the right numbers. An illegal access ends a process's context, so those
+    that fail otherwise than by their numbers are tried again in a process of their own."""
+    wrong = run_checks(jobs, processes, None, deadline)
+    again = [job for job, problem in wrong.items() if not problem.startswith(("ValueError", "TimeoutError"))]
+    if again:
+        repeated = run_checks(again, min(processes, len(again)), 1, deadline + 5)
+        wrong = {job: problem for job, problem in wrong.items() if job not in again} | repeated
+    for (phase, windowed, tile), problem in wrong.items():
+        kind = f"{phase} {'window' if windowed else 'full'} {tile_name(tile)}"
+        print(f"SKIPPED {kind}: {problem}", flush=True)
+    return set(jobs) - set(wrong)
 
 
 def decode_case(windowed: bool, batch: int, context: int) -> Case:
@@ -279,7 +294,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the two JSON files")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which no new size is begun")
-    parser.add_argument("--processes", type=int, default=32)
+    parser.add_argument("--processes", type=int, default=16)
     options = parser.parse_args()
     begun = time.monotonic()
     jobs = [
@@ -288,7 +303,7 @@ def main() -> None:
         for windowed in (False, True)
         for tile in candidates(phase, windowed)  # type: ignore[arg-type]
     ]
-    sound = precheck(jobs, options.processes, begun + 0.6 * options.limit)  # type: ignore[arg-type]
+    sound = precheck(jobs, options.processes, begun + 0.6 * options.limit)
     print(f"{len(sound)} of {len(jobs)} candidates are sound, {time.monotonic() - begun:.0f} s", flush=True)
     rates = bandwidth(2 << 30)
     print(f"read {rates['read'] / 1e12:.2f} TB/s, copy {rates['copy'] / 1e12:.2f} TB/s")
