@@ -64,7 +64,6 @@ async def _answer(engine: Engine, plan: LaunchPlan, api_key: str | None, listene
         code = await _until_end(engine, gate, answering, plan.drain_timeout, signals)
         if code:
             server.force_exit = True
-        if code or (gate.in_flight and engine.health() is None):
             server.config.timeout_graceful_shutdown = 0
         server.should_exit = True
         await answering
@@ -102,8 +101,9 @@ async def _until_end(
         if forced.done():
             logger.warning("a second signal came: ending at once", extra=fields(in_flight=gate.in_flight))
             return 128 + forced.result()
-        if gate.in_flight:
-            logger.warning("--drain-timeout is over", extra=fields(in_flight=gate.in_flight))
+        if gate.in_flight and not dying.done():
+            logger.warning("--drain-timeout is over: aborting", extra=fields(in_flight=gate.in_flight))
+            await engine.abort_all()
         return 0
     finally:
         for task in (dying, forced, leaving, told):

@@ -49,7 +49,7 @@ def test_hostile_requests_get_no_5xx(server: Served) -> None:
 
 
 def test_vanishing_clients_leave_nothing_behind(server: Served) -> None:
-    """G14: while sending, waiting and reading, with a reset or without."""
+    """F08: while sending, waiting and reading, with a reset or without."""
     files = Memory(server).open_files()
     seen = asyncio.run(vanish.vanish(server, 40, at_once=20, seed=5))
     assert sum(seen.values()) == 40

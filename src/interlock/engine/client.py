@@ -172,6 +172,11 @@ class Engine:
         if replica is not None:
             await self._send(replica, AbortRequest(request_id=request_id))
 
+    async def abort_all(self) -> None:
+        """Ask for the end of every request; each stream still yields its last delta."""
+        for request_id in list(self._replica_of):
+            await self.abort(request_id)
+
     async def flush_cache(self) -> None:
         for replica in range(len(self._inputs)):
             await self._send(replica, FlushCache())
