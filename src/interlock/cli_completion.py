@@ -22,7 +22,7 @@ def completion(
     shell: Annotated[str, typer.Argument(metavar="|".join(SHELLS), help="Shell to print the script for.")],
 ) -> int:
     """Print the script that completes verbs, options and choices in a shell."""
-    from typer.completion import get_completion_script
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
     if shell not in SHELLS:
         alternatives = [f"{PROGRAM} completion {name}" for name in SHELLS]
@@ -35,7 +35,7 @@ def answers_shells(environ: Mapping[str, str]) -> bool:
     """Get the CLI library ready to answer a completion script; False where none asks."""
     if VARIABLE not in environ:
         return False
-    from typer.completion import completion_init
+    from typer.completion import completion_init  # type: ignore[attr-defined]
 
     completion_init()
     return True

@@ -76,26 +76,30 @@ class _DeviceClock:
     """Times on the device's own queue; nothing waits for it."""
 
     def __init__(self) -> None:
-        self._begun = torch.cuda.Event(enable_timing=True)
+        self._begun = _event()
         self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event, Duration]] = []
 
     def begin(self) -> None:
-        self._begun = torch.cuda.Event(enable_timing=True)
+        self._begun = _event()
         self._begun.record()
 
     def end(self, into: Duration) -> None:
-        ended = torch.cuda.Event(enable_timing=True)
+        ended = _event()
         ended.record()
         self._pending.append((self._begun, ended, into))
 
     def settle(self) -> None:
         running = []
         for begun, ended, into in self._pending:
-            if ended.query():
+            if ended.query():  # type: ignore[no-untyped-call]
                 into.add(begun.elapsed_time(ended) / 1e3)
             else:
                 running.append((begun, ended, into))
         self._pending = running
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class LoadMeter:
