@@ -104,6 +104,23 @@ def test_schemas_are_written_out(schema: object, expected: dict[str, Any]) -> No
     assert exact_schema(schema) == expected
 
 
+def test_tagged_unions_become_exclusive_branches() -> None:
+    """What pydantic writes for a discriminated union, with and without a default for the tag."""
+    cat = {"properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}, "required": ["lives"]}
+    dog = {"properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
+    written = exact_schema({"$defs": {"cat": cat}, "oneOf": [{"$ref": "#/$defs/cat"}, dog]})
+    assert [branch["required"] for branch in written["anyOf"]] == [["lives", "kind"], ["kind"]]
+    assert len(exact_schema({"oneOf": [cat, dog, {"type": "null"}]})["anyOf"]) == 3
+    assert "anyOf" in exact_schema({"oneOf": [{"type": "integer"}, {"type": "string"}]})
+    assert "anyOf" in exact_schema({"oneOf": [{"enum": [1, "a"]}, {"const": "b"}]})
+    for overlapping in (
+        [{"type": "integer"}, {"type": "number"}],
+        [{"enum": [1]}, {"enum": [1.0]}],
+        [{"properties": {"kind": {"type": "string"}}}, {"properties": {"kind": {"const": "b"}}}],
+    ):
+        assert "oneOf" in exact_schema({"oneOf": overlapping})
+
+
 def test_recursion_through_references_stays() -> None:
     written = exact_schema({"type": "object", "properties": {"child": {"$ref": "#"}}})
     assert written["properties"]["child"] == {"$ref": "#/$defs/d0"}

@@ -183,6 +183,16 @@ def _tuple(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _choice(rng: random.Random, depth: int) -> dict[str, Any]:
+    if rng.random() < 0.2:
+        tagged = [
+            {
+                "type": "object",
+                "properties": {"kind": {"const": f"t{index}"}, "value": random_schema(rng, depth - 2)},
+                "required": ["value"],
+            }
+            for index in range(2)
+        ]
+        return {"oneOf": [*tagged, {"type": "integer"}]} if rng.random() < 0.5 else {"oneOf": tagged}
     if rng.random() < 0.3:
         sides = {"minimum": 5} if rng.random() < 0.5 else {"maxLength": 3}
         return {**sides, "anyOf": [{"type": "integer"}, {"type": "string"}]}

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from interlock.errors import InterlockError
+from interlock.structured.schema_choice import exclusive
 from interlock.structured.schema_merge import merged
 from interlock.structured.schema_strings import string_node
 
@@ -201,7 +202,10 @@ class _Writer:
                 written.append(self._node(branch, where, depth + 1))
         if not written:
             raise SchemaError(path, f"{keyword} allows nothing")
-        return {keyword: written} if len(written) > 1 else written[0]
+        if len(written) == 1:
+            return written[0]
+        apart = exclusive(written, self._definitions) if keyword == "oneOf" else written
+        return {keyword: written} if apart is None else {"anyOf": apart}
 
     # ---- schemas of one type
 
