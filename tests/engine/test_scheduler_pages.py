@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from interlock.engine.request import State
-from interlock.engine.scheduler import Wanted, agree
+from interlock.engine.turns import Wanted, agree
 from interlock.moe.terms import Phase
 from tests.engine.simulation import LONG, Simulation, check_pages, prompt_of, sim_plan
 

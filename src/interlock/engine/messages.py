@@ -72,10 +72,26 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     last: int = 1 << 40
 
 
+class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the two halves of a disaggregated request meet; a router gives both the same.
+
+    Attributes:
+        host, port: of the prefill server's bootstrap socket.
+        room: a random number that no other request of the pair has.
+        choice: number of the choice within the HTTP request of that room.
+    """
+
+    host: str
+    port: int
+    room: int
+    choice: int = 0
+
+
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add", omit_defaults=True):
     """Generate from ``token_ids``. ``sampling.n`` is 1 here: the front end expands n > 1.
 
     ``grammar``: what the answer must match; the front end has seen it compile.
+    ``meeting``: given to prefill and decode servers, and to them only.
     """
 
     request_id: str
@@ -84,6 +100,7 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add", omit_defa
     priority: int = 0
     inspection: Inspection | None = None
     grammar: GrammarSpec | None = None
+    meeting: Meeting | None = None
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
@@ -122,6 +139,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         stop_token_id: the token that ended the request, when a token did.
         error: message for "error".
         refused: the error is what the client asked for, not a fault of the engine.
+        peer_failed: the error is that the other server of a disaggregated pair failed or did not answer.
         queue_seconds: sent once, with the first delta: from arrival at the scheduler to first admission.
         chunk_ends: sent once, with the first delta of an inspected request: where its prefill steps ended.
     """
@@ -136,16 +154,21 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     cached_tokens: int = 0
     error: str | None = None
     refused: bool = False
+    peer_failed: bool = False
     queue_seconds: float | None = None
     chunk_ends: tuple[int, ...] = ()
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Counters of one scheduler. Plain counts unless the name says otherwise; ``*_total`` only grow."""
+    """Counters of one scheduler. Plain counts unless the name says otherwise; ``*_total`` only grow.
+
+    ``receiving``: requests that hold pages which another server fills.
+    """
 
     replica: int = 0
     running: int = 0
     waiting: int = 0
+    receiving: int = 0
     full_pages: int = 0
     full_pages_free: int = 0
     full_pages_cached: int = 0

@@ -33,7 +33,8 @@ from interlock.engine.messages import (
     Wake,
 )
 from interlock.engine.model_runner import ModelRunner
-from interlock.engine.scheduler import Scheduler, Wanted, agree
+from interlock.engine.scheduler import Scheduler
+from interlock.engine.turns import Wanted, agree
 from interlock.moe.terms import Phase
 from interlock.parallel.group import Group
 

@@ -21,9 +21,11 @@ UINT64 = (1 << 64) - 1
 
 
 class State(Enum):
-    """Where a request is. ``WAITING`` includes retracted requests."""
+    """Where a request is. ``WAITING`` includes retracted requests; ``RECEIVING`` ones have pages that another
+    server fills."""
 
     WAITING = auto()
+    RECEIVING = auto()
     PREFILLING = auto()
     DECODING = auto()
     FINISHED = auto()
@@ -45,6 +47,7 @@ class Request:
         told: whether a delta has been sent, so that prompt logprobs are sent once.
         inspection: what ``verify`` asked for, None for everybody else; chunk_ends: what it was told.
         grammar: what its answer must match, and how far it has come; None is free.
+        holds: readers of its pages besides the model; until they are done it keeps pages and slot.
         arrived: when it came, by the monotonic clock; queue_seconds: from then to its first admission.
     """
 
@@ -55,6 +58,7 @@ class Request:
         "cached_tokens",
         "chunk_ends",
         "grammar",
+        "holds",
         "id",
         "inspection",
         "params",
@@ -93,6 +97,7 @@ class Request:
         self.queue_seconds: float | None = None
         self.token_counts: TokenCounts | None = None
         self.grammar: GrammarState | None = None
+        self.holds = 0
         self._table: SlotTable | None = None
         self._tokens: npt.NDArray[np.int32] = np.array(message.token_ids, dtype=np.int32)
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,13 +24,16 @@ import numpy as np
 from interlock.engine.admission import refusal
 from interlock.engine.assemble import decode_batch, prefill_batch
 from interlock.engine.batch import Batch, Chunk, Int64s, SamplingRows, idle_arrays
+from interlock.engine.counters import Counters
 from interlock.engine.inspection import inspected
 from interlock.engine.messages import AddRequest, SchedulerStats, TokenDelta
 from interlock.engine.outcome import Outcome, StopRules, delta
+from interlock.engine.reception import Arrival, Reception
 from interlock.engine.request import Request, State
 from interlock.engine.sampled import NO_TOKEN_ALLOWED, SampledTokens
 from interlock.engine.sequence_pages import SequencePages
 from interlock.engine.slots import SlotTable
+from interlock.engine.turns import Wanted, agree
 from interlock.engine.waiting import WaitingQueue
 from interlock.kv.prefix_tree import Node
 from interlock.kv.store import Geometry, PageStore
@@ -44,53 +46,14 @@ if TYPE_CHECKING:
 BLOCKED_RETRY_STEPS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What one replica could do next: upper bounds of tokens for each phase, 0 where it has no work.
-
-    ``phase`` is what it would choose alone.
-    """
-
-    phase: Phase | None
-    prefill_tokens: int
-    decode_tokens: int
-
-    @property
-    def tokens(self) -> int:
-        """Upper bound of tokens in the phase it would choose."""
-        if self.phase is None:
-            return 0
-        return self.prefill_tokens if self.phase is Phase.PREFILL else self.decode_tokens
-
-
-def agree(wanted: Sequence[Wanted], last: Phase | None) -> Phase | None:
-    """The phase that all replicas run next, from what each wants and the phase that all ran last.
-
-    Phases alternate while both have work somewhere, so neither starves.
-    """
-    prefill = any(w.prefill_tokens for w in wanted)
-    decode = any(w.decode_tokens for w in wanted)
-    if prefill and decode:
-        return Phase.DECODE if last is Phase.PREFILL else Phase.PREFILL
-    if prefill:
-        return Phase.PREFILL
-    return Phase.DECODE if decode else None
-
-
-@dataclass(slots=True)
-class _Counters:
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    retractions: int = 0
-    aborts: int = 0
-    steps_prefill: int = 0
-    steps_decode: int = 0
-
-
 class Scheduler:
-    """See the module. ``draw_seed`` gives the 64-bit seed of a request that brings none."""
+    """See the module. ``draw_seed`` gives the 64-bit seed of a request that brings none.
+
+    Attributes:
+        reception: requests whose prompt another server computes.
+        on_chunk: told of each request whose next tokens are computed, and how far, before it may end.
+        hands_over: another server continues after the first token, so a request ends with it.
+    """
 
     def __init__(
         self,
@@ -109,6 +72,9 @@ class Scheduler:
         self._vocab_size = plan.card.vocab_size
         self._eos_ids = frozenset(plan.card.eos_token_ids)
         self._rules = StopRules(self.table, plan.card.eos_token_ids)
+        self.reception = Reception(self.pages)
+        self.on_chunk: Callable[[Request, int], None] | None = None
+        self.hands_over = False
         self._draw_seed = draw_seed
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
@@ -121,9 +87,10 @@ class Scheduler:
         self._last_phase: Phase | None = None
         self._blocked: tuple[Request, int, int] | None = None
         self._inspected: set[Request] = set()
+        self._arrived = False
         self._arrivals = 0
         self._steps = 0
-        self._count = _Counters()
+        self._count = Counters()
 
     # ---- requests come and go
 
@@ -134,24 +101,38 @@ class Scheduler:
         Args:
             grammar: what the answer must match, at its beginning.
         """
+        refused = self.refusal(message)
+        if refused is not None:
+            return [refused]
+        request = self._new_request(message, grammar)
+        self._requests[request.id] = request
+        if request.inspection is not None:
+            self._inspected.add(request)
+        self._waiting.push(request)
+        return []
+
+    def refusal(self, message: AddRequest) -> TokenDelta | None:
+        """The delta of a request that can never run, or whose id is in use; None when it can be added."""
         if message.request_id in self._requests:
             text = f"a request with the id {message.request_id!r} is still running; ids must be unique"
-            return [TokenDelta(request_id=message.request_id, finish_reason="error", error=text)]
+            return TokenDelta(request_id=message.request_id, finish_reason="error", error=text)
         problem = refusal(
             message,
             max_model_len=self._max_model_len,
             vocab_size=self._vocab_size,
             geometry=self.geometry,
         )
-        if problem:
-            refused = TokenDelta(
-                request_id=message.request_id,
-                finish_reason="error",
-                error=problem,
-                refused=True,
-                prompt_tokens=len(message.token_ids),
-            )
-            return [refused]
+        if not problem:
+            return None
+        return TokenDelta(
+            request_id=message.request_id,
+            finish_reason="error",
+            error=problem,
+            refused=True,
+            prompt_tokens=len(message.token_ids),
+        )
+
+    def _new_request(self, message: AddRequest, grammar: GrammarState | None) -> Request:
         seed = message.sampling.seed
         request = Request(
             message,
@@ -161,11 +142,51 @@ class Scheduler:
         )
         request.grammar = grammar
         self._arrivals += 1
+        return request
+
+    # ---- requests whose prompt is computed elsewhere
+
+    def reserve(self, message: AddRequest, grammar: GrammarState | None = None) -> Request | None:
+        """Take a slot and pages for a prompt that another server computes; None while there is no room.
+
+        The request is nobody's to schedule, retract or abort until ``arrive`` or ``give_up``.
+        """
+        if not self.table.free_rows or len(self._waiting):
+            return None
+        request = self._new_request(message, grammar)
+        path = self.store.match(request.tokens, request.prompt_len)
+        growing = len(self._prefilling) + len(self._decoding) + len(self.reception)
+        if not self.reception.has_room(request, path, beside=growing):
+            return None
+        request.queue_seconds = time.monotonic() - request.arrived
+        self.reception.enter(request, self.table, path)
+        return request
+
+    def arrive(self, request: Request, arrival: Arrival) -> list[TokenDelta]:
+        """The keys and values of a reserved request are here, and its first token: it goes on from there."""
+        self.reception.arrived(request, arrival)
         self._requests[request.id] = request
-        if request.inspection is not None:
-            self._inspected.add(request)
-        self._waiting.push(request)
-        return []
+        self._count.prompt_tokens += request.prompt_len
+        if arrival.token is None:
+            self._finish(request)
+            return [delta(request, (), finish_reason="length")]
+        request.state = State.DECODING
+        self._decoding[request] = None
+        self._decode_rows = None
+        self._arrived = True
+        return self._append(arrival.outcome(request))
+
+    def give_up(self, request: Request) -> None:
+        """Let go of a reserved request. Nobody may write to its pages any more."""
+        slot = request.slot
+        self.reception.leave(request)
+        self.table.give_row(slot)
+
+    def release_hold(self, request: Request) -> None:
+        """One reader of the request's pages is done (``Request.holds``)."""
+        request.holds -= 1
+        if not request.holds and request in self._departing:
+            self._let_go()
 
     def abort(self, request_id: str) -> list[TokenDelta]:
         """End a request wherever it is. Returns its last delta, or nothing when there is no such request
@@ -178,7 +199,7 @@ class Scheduler:
         if request.state is State.WAITING:
             self._waiting.forget(request)
         if request.slot >= 0:
-            if self._in_flight is None:
+            if self._in_flight is None and not request.holds:
                 self._leave(request)
             else:
                 self._departing[request] = False
@@ -202,27 +223,14 @@ class Scheduler:
         return self._last_phase
 
     def stats(self) -> SchedulerStats:
-        """Counters. ``*_pages_cached`` are pages that only the prefix cache holds (they can be evicted), so
-        total - free - cached pages are in use by requests."""
-        full, window, tree, count = self.store.full, self.store.window, self.store.tree, self._count
-        return SchedulerStats(
+        """Counters; see ``Counters.stats``."""
+        running = len(self._prefilling) + len(self._decoding)
+        return self._count.stats(
+            self.store,
             replica=self.replica,
-            running=len(self._prefilling) + len(self._decoding),
+            running=running,
             waiting=len(self._waiting),
-            full_pages=full.total if full else 0,
-            full_pages_free=full.free if full else 0,
-            full_pages_cached=tree.full_idle if tree else 0,
-            window_pages=window.total if window else 0,
-            window_pages_free=window.free if window else 0,
-            window_pages_cached=tree.window_idle if tree else 0,
-            prompt_tokens_total=count.prompt_tokens,
-            generated_tokens_total=count.generated_tokens,
-            prefix_queries_total=count.prefix_queries,
-            prefix_hits_total=count.prefix_hits,
-            retractions_total=count.retractions,
-            aborts_total=count.aborts,
-            steps_prefill_total=count.steps_prefill,
-            steps_decode_total=count.steps_decode,
+            receiving=len(self.reception),
         )
 
     # ---- the next step
@@ -270,7 +278,7 @@ class Scheduler:
         pages are short. A request that turns out to have ended takes part in vain; its row is dropped.
         """
         batch = self._in_flight
-        if batch is None or self._ahead is not None or batch.chunks or self._inspected:
+        if batch is None or self._ahead is not None or batch.chunks or self._inspected or self._arrived:
             return None
         if batch.sampling.adjusts.any() or self._prefill_bound():
             return None
@@ -301,6 +309,7 @@ class Scheduler:
 
     def _launch(self, phase: Phase) -> Batch | None:
         batch = self._schedule_prefill() if phase is Phase.PREFILL else self._schedule_decode()
+        self._arrived = self._arrived and phase is Phase.PREFILL
         if batch is not None:
             if self._inspected:
                 batch = inspected(batch)
@@ -430,7 +439,7 @@ class Scheduler:
         request that grows; in the window space also a chunk, or a quarter of the space where that is less
         (a chunk is cut to the pages there are). When nobody is admitted it always has room.
         """
-        alone = not self._prefilling and not self._decoding
+        alone = not self._prefilling and not self._decoding and not len(self.reception)
         if not alone and self._still_blocked(head):
             return None
         path = self.store.match(head.tokens, head.reusable_tokens)
@@ -488,7 +497,8 @@ class Scheduler:
     def _secure_page(self, request: Request) -> bool:
         """Make one page available in every space, retracting requests that rank after ``request``."""
         while self.store.available() < 1:
-            victim = max((*self._prefilling, *self._decoding), key=lambda r: r.rank)
+            candidates = [r for r in (*self._prefilling, *self._decoding) if not r.holds]
+            victim = max(candidates, key=lambda r: r.rank, default=request)
             if victim.rank <= request.rank:
                 return False
             self._retract(victim)
@@ -540,21 +550,27 @@ class Scheduler:
             refused = text.startswith(NO_TOKEN_ALLOWED)
             deltas.append(delta(request, (), finish_reason="error", error=text, refused=refused))
             self._finish(request, spoilt=True)
+        deltas += self._append(outcome)
+        self._let_go()
+        return deltas
+
+    def _append(self, outcome: Outcome) -> list[TokenDelta]:
+        """Take in new tokens: append them, end those requests that end with them."""
+        deltas = []
         self._count.generated_tokens += len(outcome.requests)
         for request, token_id in zip(outcome.requests, outcome.token_ids.tolist(), strict=True):
             if request.grammar is not None:
                 request.grammar.accept(token_id)
         for request, message in self._rules.apply(outcome):
             deltas.append(message)
-            if message.finish_reason is not None:
+            if message.finish_reason is not None or self.hands_over:
                 self._finish(request)
-        self._let_go()
         return deltas
 
     def _let_go(self) -> None:
         """Take out the requests that ended, but for those that the step in flight still works on."""
         busy = frozenset(self._in_flight.requests) if self._in_flight and self._departing else frozenset()
-        for request in [request for request in self._departing if request not in busy]:
+        for request in [r for r in self._departing if not r.holds and r not in busy]:
             self._leave(request, spoilt=self._departing.pop(request))
 
     def _commit_chunks(self, batch: Batch) -> list[TokenDelta]:
@@ -567,6 +583,8 @@ class Scheduler:
             if request.inspection is not None:
                 request.chunk_ends.append(chunk.end)
             self.pages.publish(request)
+            if self.on_chunk is not None:
+                self.on_chunk(request, chunk.end)
             self.pages.drop_behind_window(request)
             if not chunk.finishes:
                 continue
@@ -595,7 +613,7 @@ class Scheduler:
                     self.pages.drop_behind_window(requests[index])
 
     def _finish(self, request: Request, *, spoilt: bool = False) -> None:
-        if self._in_flight is None:
+        if self._in_flight is None and not request.holds:
             self._leave(request, spoilt=spoilt)
         else:
             self._forget(request)

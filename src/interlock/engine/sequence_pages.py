@@ -53,6 +53,20 @@ class SequencePages:
             table.window[slot, start : start + count] = self.store.take_window(count)
         table.pages[slot] = start + count
 
+    def reserve(self, slot: int, count: int, first_window: int) -> None:
+        """Append ``count`` pages that another server will fill, in the window space only those of index
+        ``first_window`` and later; the caller has checked that they are available."""
+        table = self.table
+        start = int(table.pages[slot])
+        end = start + count
+        if table.full is not None:
+            table.full[slot, start:end] = self.store.take_full(count)
+        if table.window is not None:
+            seen = min(max(start, first_window), end)
+            table.window[slot, seen:end] = self.store.take_window(end - seen)
+            table.first_window[slot] = max(int(table.first_window[slot]), min(first_window, end))
+        table.pages[slot] = end
+
     def publish(self, request: Request) -> None:
         """Give the pages that are now completely computed to the prefix tree.
 
@@ -83,7 +97,7 @@ class SequencePages:
             mine = int(table.full[slot, index])
             table.full[slot, index] = node.full
             store.full.give_one(mine)
-        if table.window is not None:
+        if table.window is not None and table.window[slot, index] != NO_PAGE:
             assert store.window is not None
             assert store.tree is not None
             mine = int(table.window[slot, index])
@@ -98,9 +112,13 @@ class SequencePages:
         table, slot = self.table, request.slot
         if table.window is None:
             return
-        first = self.geometry.first_visible(int(table.computed[slot]))
+        self.drop_before(request, self.geometry.first_visible(int(table.computed[slot])))
+
+    def drop_before(self, request: Request, first: int) -> None:
+        """Let go of window pages of index below ``first``."""
+        table, slot = self.table, request.slot
         start = int(table.first_window[slot])
-        if first <= start:
+        if table.window is None or first <= start:
             return
         self._let_go(request, start, first)
         table.window[slot, start:first] = NO_PAGE

@@ -108,7 +108,9 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refuse_different(prefill: CacheLayout, decode: CacheLayout) -> None:
-    """Compare what must be equal. Page sizes, numbers of pages and attention-TP ranks may differ.
+    """Compare what must be equal. Numbers of pages and attention-TP ranks may differ, and page sizes where
+    there is no sliding window or the prefill server's is a multiple: of a window's tail it keeps whole pages
+    of its own only, and the decode server needs whole pages of its own.
 
     Raises:
         TransferError: the first difference, with both values.
@@ -125,6 +127,8 @@ def _differences(prefill: CacheLayout, decode: CacheLayout) -> Iterator[tuple[st
         yield "MODEL", f"config {prefill.model[:12]}", f"config {decode.model[:12]}"
     if prefill.dtype != decode.dtype:
         yield "--kv-cache-dtype", prefill.dtype, decode.dtype
+    if prefill.window is not None and prefill.page_size % decode.page_size:
+        yield "--page-size (sliding-window layers)", prefill.page_size, decode.page_size
     theirs = {layer.layer: layer for layer in decode.layers}
     mine = {layer.layer: layer for layer in prefill.layers}
     if mine.keys() != theirs.keys():
