@@ -11,7 +11,7 @@ import pytest
 
 from interlock.engine.grammar import Compiled, GrammarState, TokenBits
 from interlock.structured.spec import GrammarSpec
-from tests.structured.walks import EOS, SPECIAL, Walker, allowed_ids, random_schema, schema_spec
+from tests.structured.walks import EOS, SPECIAL, WIDTH, Walker, allowed_ids, random_schema, schema_spec
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,8 @@ def test_a_constraint_can_wait_for_the_end_of_reasoning(walker: Walker) -> None:
     grammar = walker.compiler.compile(GrammarSpec(kind="ebnf", text='root ::= "a"'))
     bits = TokenBits(walker.vocabulary.texts())
     state = GrammarState(Compiled(grammar, bits, is_json=False), after_token=7)
-    assert len(allowed_ids(state)) == bits.width
+    assert len(allowed_ids(state)) == WIDTH
     state.accept(100)
-    assert len(allowed_ids(state)) == bits.width
+    assert len(allowed_ids(state)) == WIDTH
     state.accept(7)
     assert [walker.vocabulary.tokens[i] for i in allowed_ids(state)] == [b"a"]

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from interlock.engine.grammar import Compiled, GrammarState, TokenBits
@@ -70,9 +71,12 @@ class Walker:
 
 
 def allowed_ids(state: GrammarState) -> list[int]:
-    logits = torch.zeros(WIDTH)
-    state.forbid(logits)
-    found: list[int] = torch.isfinite(logits).nonzero()[:, 0].tolist()
+    if not state.applies:
+        return list(range(WIDTH))
+    words = torch.empty((1, -(-WIDTH // 32)), dtype=torch.int32)
+    state.fill(words, 0)
+    bits = np.unpackbits(words.numpy().view(np.uint8), count=WIDTH, bitorder="little")
+    found: list[int] = np.flatnonzero(bits).tolist()
     return found
 
 

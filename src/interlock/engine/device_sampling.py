@@ -14,6 +14,7 @@ import torch
 
 from interlock.engine.batch import Batch
 from interlock.engine.draw import Draw, draw_rows
+from interlock.engine.grammar_masks import apply_grammars
 from interlock.engine.logprobs import ScoredTokens, score_tokens
 from interlock.engine.messages import TokenLogprob
 from interlock.engine.penalties import adjust_row
@@ -112,6 +113,7 @@ def draw_on_device(
             adjust_row(adjusted[row], batch.requests[row])
             if row in masks:
                 adjusted[row].masked_fill_(~masks[row].to(device), -torch.inf)
+        apply_grammars(adjusted, batch.requests, changed.tolist())
         index = upload(changed, device)
         found = Best.of(adjusted[index])
         tokens[index] = found.ids

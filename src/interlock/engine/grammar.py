@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from interlock.engine.messages import AddRequest
@@ -18,6 +19,8 @@ from interlock.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     import xgrammar
+
+Int32s = npt.NDArray[np.int32]
 
 COMPILED_AT_HAND = 256
 PREPARE_FROM_TOKENS = 8192
@@ -32,47 +35,43 @@ _NOT_AFTER = {
 
 
 class TokenBits:
-    """What applying a grammar needs to know of a vocabulary.
+    """What applying a grammar needs to know of a vocabulary, as words of one bit a token.
 
     Tokens of single bytes could spell overlong forms and surrogates, which are no UTF-8 and which grammars
-    let through; so what may follow a token that ends in the first byte of a character is kept here.
+    let through; so what may follow a token that ends in the first byte of a character is kept here. So are
+    control characters, which grammars of bounded strings let through and JSON does not.
 
     Args:
         texts: bytes by token id, as many as the logits are wide.
     """
 
     def __init__(self, texts: Sequence[bytes]) -> None:
-        self.width = len(texts)
-        self.words = torch.empty((1, -(-self.width // 32)), dtype=torch.int32)
-        self._blank = np.array(
-            [i for i, text in enumerate(texts) if any(byte < 0x20 and byte not in b"\n\r" for byte in text)],
-            dtype=np.int64,
-        )
+        self._width = len(texts)
         self._lead = {i: text[-1] for i, text in enumerate(texts) if text and text[-1] in _NOT_AFTER}
-        self._banned = {
-            lead: np.array([i for i, text in enumerate(texts) if text and text[0] in second], dtype=np.int64)
+        self._after = {
+            lead: self._all_but(i for i, text in enumerate(texts) if text and text[0] in second)
             for lead, second in _NOT_AFTER.items()
         }
+        self._printable = self._all_but(
+            i for i, text in enumerate(texts) if any(byte < 0x20 and byte not in b"\n\r" for byte in text)
+        )
 
-    def unpacked(self, last_token: int, *, is_json: bool) -> torch.Tensor:
-        """The tokens that ``words`` allows after ``last_token``, as bool [V] on the host.
-
-        Args:
-            is_json: leave out control characters, which grammars of bounded strings let through and JSON
-                does not (it may still use line ends between its tokens).
-        """
-        packed = self.words[0].numpy().view(np.uint8)
-        allowed = np.unpackbits(packed, count=self.width, bitorder="little").view(np.bool_)
+    def restrict(self, words: Int32s, last_token: int, *, is_json: bool) -> None:
+        """Take the tokens that must not come after ``last_token`` out of ``words`` [W], in place."""
         if is_json:
-            allowed[self._blank] = False
+            words &= self._printable
         lead = self._lead.get(last_token)
         if lead is not None:
-            allowed[self._banned[lead]] = False
-        return torch.from_numpy(allowed)
+            words &= self._after[lead]
+
+    def _all_but(self, banned: Iterable[int]) -> Int32s:
+        bits = np.ones(-(-self._width // 32) * 32, dtype=np.uint8)
+        bits[np.fromiter(banned, dtype=np.int64)] = 0
+        return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class Compiled:
-    """A compiled grammar. ``bits`` is shared by all grammars of a vocabulary: one thread applies them."""
+    """A compiled grammar. ``bits`` is shared by all grammars of a vocabulary."""
 
     __slots__ = ("bits", "grammar", "is_json")
 
@@ -100,16 +99,19 @@ class GrammarState:
         self._after_token = after_token
         self._last_token = -1
 
-    def forbid(self, row: torch.Tensor) -> None:
-        """Set the logits [V] of tokens that cannot come next to minus infinity, in place."""
-        if self._after_token is not None:
-            return
+    @property
+    def applies(self) -> bool:
+        """Whether the next token is constrained; not while reasoning is still being written."""
+        return self._after_token is None
+
+    def fill(self, words: torch.Tensor, index: int) -> None:
+        """Write the tokens that may come next to row ``index`` of ``words``, int32 [rows, W] on the host."""
+        row = words[index].numpy()
         if self._matcher.is_terminated():
-            row.fill_(-torch.inf)
+            row.fill(0)
             return
-        self._matcher.fill_next_token_bitmask(self._bits.words, 0)
-        allowed = self._bits.unpacked(self._last_token, is_json=self._is_json)
-        row.masked_fill_(~allowed.to(row.device), -torch.inf)
+        self._matcher.fill_next_token_bitmask(words, index)
+        self._bits.restrict(row, self._last_token, is_json=self._is_json)
 
     def accept(self, token_id: int) -> None:
         """Take in the token that was chosen (an end token ends the grammar)."""

@@ -1,4 +1,4 @@
-"""Changes to the logits of single rows before temperature: penalties, bias, bans, grammars, forced tokens."""
+"""Changes to the logits of single rows before temperature: penalties, bias, forbidden and forced tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from interlock.engine.token_counts import TokenCounts
 
 
 def adjust_row(row: torch.Tensor, request: Request) -> None:
-    """Change the float32 logits [V] of one request in place: penalties, then bias, then ``min_tokens``, then
-    its grammar; a forced token overrules them all.
+    """Change the float32 logits [V] of one request in place: penalties, then bias, then ``min_tokens``;
+    a forced token overrules them all.
 
     As OpenAI and vLLM define them: the repetition penalty divides positive logits (multiplies negative
     ones) of tokens in prompt or output; frequency and presence penalties count the output only.
@@ -28,8 +28,6 @@ def adjust_row(row: torch.Tensor, request: Request) -> None:
     if request.num_generated < params.min_tokens:
         stops = [token for token in request.stop_ids if 0 <= token < len(row)]
         row[torch.tensor(stops, dtype=torch.int64, device=row.device)] = -torch.inf
-    if request.grammar is not None:
-        request.grammar.forbid(row)
 
 
 def _penalise(row: torch.Tensor, request: Request) -> None:

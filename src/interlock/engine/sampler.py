@@ -23,6 +23,7 @@ from interlock.engine.batch import Batch, SamplingRows
 from interlock.engine.device_sampling import NOT_FINITE, NOTHING_ALLOWED, Best, draw_on_device
 from interlock.engine.draw import Draw
 from interlock.engine.draw_host import draw_host
+from interlock.engine.grammar_masks import apply_grammars
 from interlock.engine.launched import Done, Launched
 from interlock.engine.logprobs import prompt_logprobs, token_logprobs
 from interlock.engine.messages import TokenLogprob
@@ -95,7 +96,7 @@ class Sampler:
 
         Args:
             logits: float32 [m, V], one row for each of ``batch.requests``; not changed.
-            masks: row -> bool [V], the tokens that a row may take (for grammars); rows without are free.
+            masks: row -> bool [V], the tokens that a row may take beside its grammar; rows without are free.
 
         Returns:
             Tokens; a row whose logits are not finite, or that may take no token, gets an error instead and
@@ -115,6 +116,7 @@ class Sampler:
                 adjust_row(adjusted[row], batch.requests[row])
                 if row in masks:
                     adjusted[row].masked_fill_(~masks[row], -torch.inf)
+            apply_grammars(adjusted, batch.requests, sorted(changed - errors.keys()))
             rows = np.array(sorted(changed), dtype=np.int64)
             part = adjusted[torch.from_numpy(rows)]
             tokens[rows] = _argmax(part)
