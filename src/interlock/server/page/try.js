@@ -48,7 +48,7 @@ function visible(text) {
 }
 
 function spelled(text) {
-  return text.startsWith("bytes:") ? text.slice(6) : JSON.stringify(text).slice(1, -1) || "(empty)";
+  return text.startsWith("bytes:") ? text.slice(6) : JSON.stringify(text).slice(1, -1).replaceAll(" ", "␣") || "(empty)";
 }
 
 function add(token) {
