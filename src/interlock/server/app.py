@@ -62,9 +62,9 @@ def create_app(
     app.include_router(page_router())
     install_error_handlers(app, context.metrics.rejected)
     rejected = context.metrics.rejected
+    app.add_middleware(GateMiddleware, gate=context.gate, on_rejected=rejected)
     if settings.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key, on_rejected=rejected)
-    app.add_middleware(GateMiddleware, gate=context.gate, on_rejected=rejected)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, **cors_policy(settings.cors_origins))
     app.add_middleware(RequestLogMiddleware)
