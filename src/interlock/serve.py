@@ -61,12 +61,14 @@ async def _answer(engine: Engine, plan: LaunchPlan, api_key: str | None, listene
         host, port = listener.getsockname()[:2]
         logger.info("ready: http://%s:%d", f"[{host}]" if ":" in host else host, port)
         gate: Gate = app.state.context.gate
+        preparing = asyncio.create_task(app.state.context.grammars.prepare())
         code = await _until_end(engine, gate, answering, plan.drain_timeout, signals)
         if code:
             server.force_exit = True
             server.config.timeout_graceful_shutdown = 0
         server.should_exit = True
         await answering
+        preparing.cancel()
         app.state.context.grammars.close()
     if (reason := engine.health()) is not None:
         raise EngineDeadError("\n".join(filter(None, (reason, engine.stacks))))

@@ -12,7 +12,7 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.e2e.processes import Served
+from tests.e2e.processes import Served, serving
 from tests.structured.walks import random_schema
 
 pytest.importorskip("xgrammar")
@@ -128,3 +128,16 @@ def _holds(server: Served, seed: int) -> bool:
         return False
     jsonschema.validate(json.loads(choice["text"]), schema)
     return True
+
+
+@pytest.mark.slow
+def test_every_replica_and_rank_keeps_to_the_grammar() -> None:
+    """Two attention replicas of two ranks each: every leader compiles for itself, followers never sample."""
+    flags = ("--tp-size", "4", "--attn-dp-size", "2", "--moe-a2a-backend", "collective")
+    with serving(*flags) as four, ThreadPoolExecutor(8) as pool:
+        fields = {"temperature": 1, "max_tokens": 100, **schema_format(SCHEMA)}
+        choices = list(pool.map(lambda seed: one(four, seed=seed, **fields), range(16)))
+    ended = [choice["text"] for choice in choices if choice["finish_reason"] == "stop"]
+    for text in ended:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert len(ended) >= 8

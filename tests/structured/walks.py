@@ -74,7 +74,7 @@ def allowed_ids(state: GrammarState) -> list[int]:
     if not state.applies:
         return list(range(WIDTH))
     words = torch.empty((1, -(-WIDTH // 32)), dtype=torch.int32)
-    state.fill(words, 0)
+    GrammarState.fill([state], words)
     bits = np.unpackbits(words.numpy().view(np.uint8), count=WIDTH, bitorder="little")
     found: list[int] = np.flatnonzero(bits).tolist()
     return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 Int32s = npt.NDArray[np.int32]
 
 COMPILED_AT_HAND = 256
+ROWS_FOR_THREADS = 4
 PREPARE_FROM_TOKENS = 8192
 """Vocabularies from this size on are made ready while weights are read; smaller ones take milliseconds."""
 _NOT_AFTER = {
@@ -55,6 +58,13 @@ class TokenBits:
         self._printable = self._all_but(
             i for i, text in enumerate(texts) if any(byte < 0x20 and byte not in b"\n\r" for byte in text)
         )
+
+    @cached_property
+    def filler(self) -> xgrammar.BatchGrammarMatcher:
+        """Fills the masks of many rows with several threads."""
+        from xgrammar import BatchGrammarMatcher
+
+        return BatchGrammarMatcher(max_threads=max(1, (os.cpu_count() or 1) // 2))
 
     def restrict(self, words: Int32s, last_token: int, *, is_json: bool) -> None:
         """Take the tokens that must not come after ``last_token`` out of ``words`` [W], in place."""
@@ -104,14 +114,21 @@ class GrammarState:
         """Whether the next token is constrained; not while reasoning is still being written."""
         return self._after_token is None
 
-    def fill(self, words: torch.Tensor, index: int) -> None:
-        """Write the tokens that may come next to row ``index`` of ``words``, int32 [rows, W] on the host."""
-        row = words[index].numpy()
-        if self._matcher.is_terminated():
-            row.fill(0)
-            return
-        self._matcher.fill_next_token_bitmask(words, index)
-        self._bits.restrict(row, self._last_token, is_json=self._is_json)
+    @staticmethod
+    def fill(states: Sequence[GrammarState], words: torch.Tensor) -> None:
+        """Write the tokens that may come next for each of ``states`` to its row of ``words``, int32 [rows, W]
+        on the host; many rows are filled by several threads."""
+        words.zero_()
+        live = [index for index, state in enumerate(states) if not state._matcher.is_terminated()]
+        if len(live) >= ROWS_FOR_THREADS:
+            filler = states[0]._bits.filler
+            filler.batch_fill_next_token_bitmask([states[index]._matcher for index in live], words, live)
+        else:
+            for index in live:
+                states[index]._matcher.fill_next_token_bitmask(words, index)
+        for index in live:
+            state = states[index]
+            state._bits.restrict(words[index].numpy(), state._last_token, is_json=state._is_json)
 
     def accept(self, token_id: int) -> None:
         """Take in the token that was chosen (an end token ends the grammar)."""

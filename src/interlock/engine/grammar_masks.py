@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from interlock.engine.grammar import GrammarState
 from interlock.engine.request import Request
 from interlock.engine.upload import upload
 
@@ -25,8 +26,7 @@ def apply_grammars(logits: torch.Tensor, requests: Sequence[Request], rows: Iter
         return
     width = logits.shape[1]
     words = torch.empty((len(states), -(-width // 32)), dtype=torch.int32)
-    for index, (_, grammar) in enumerate(states):
-        grammar.fill(words, index)
+    GrammarState.fill([grammar for _, grammar in states], words)
     if logits.device.type == "cpu":
         allowed = np.unpackbits(words.numpy().view(np.uint8), axis=1, count=width, bitorder="little")
         values = logits.numpy()

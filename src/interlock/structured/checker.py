@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import select
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from interlock.structured.compiler import GrammarError
 from interlock.structured.process import READY, Setup, read_frame, write_frame
 from interlock.structured.spec import GrammarSpec
 
+_log = logging.getLogger("interlock.server")
 REMEMBERED = 4096
+PREPARE_FROM_TOKENS = 8192
 START_SECONDS = 120.0
 
 
@@ -75,6 +78,22 @@ class GrammarChecker:
         if verdict:
             raise GrammarError(verdict)
 
+    async def prepare(self) -> None:
+        """Start a child before it is needed, where its vocabulary takes long to read."""
+        if self._setup.vocab_size < PREPARE_FROM_TOKENS:
+            return
+        async with self._free:
+            child = _Child(self._setup)
+            self._busy.add(child)
+            try:
+                await asyncio.to_thread(child.start)
+            except GrammarError as error:
+                _log.warning("constrained answers will be refused: %s", error)
+                return
+            finally:
+                self._busy.discard(child)
+            self._idle.append(child)
+
     def close(self) -> None:
         """End the child processes."""
         for child in (*self._idle, *self._busy):
@@ -115,8 +134,7 @@ class _Child:
             GrammarError: the child does not start, whatever the grammar is.
         """
         try:
-            if self._process is None:
-                self._start()
+            self.start()
             self._send(spec)
             answer = self._receive(seconds)
         except TimeoutError:
@@ -138,7 +156,14 @@ class _Child:
                 if stream is not None:
                     stream.close()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the process unless it runs.
+
+        Raises:
+            GrammarError: it does not start.
+        """
+        if self._process is not None:
+            return
         self._process = subprocess.Popen(
             [sys.executable, "-m", "interlock.structured.process"],
             stdin=subprocess.PIPE,
