@@ -10,6 +10,7 @@ without the profiler, busy and idle share of the device, and the kernels by time
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -142,6 +143,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--top", type=int, default=25)
     given = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("interlock").setLevel(logging.DEBUG)
     options = {
         "load_format": "dummy",
         "prefix_cache": False,

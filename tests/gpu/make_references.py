@@ -1,4 +1,5 @@
-"""Write the references that the GPU suite compares with: logits in float64, computed on a CPU.
+"""Write the references that the GPU suite compares with: logits in float64, computed on a CPU, and the errors
+of the CPU's bfloat16.
 
     python -m tests.gpu.make_references
 """
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 
 from interlock.demo.tiny import write_tiny
 from interlock.reference.mimo_v2 import MiMoReference
+from tests.gpu.engines import relative_errors, running
 from tests.gpu.models import PROMPTS, REFERENCES, SPECS
 
 
@@ -34,8 +36,10 @@ def main() -> None:
             write_tiny(folder, spec)
             digests[name] = digest(folder)
             model = MiMoReference.load(folder)
-            for index, prompt in enumerate(PROMPTS):
-                tensors[f"{name}.{index}"] = model.forward(prompt, dtype=torch.float64).float()
+            exact = [model.forward(prompt, dtype=torch.float64).float() for prompt in PROMPTS]
+            tensors |= {f"{name}.{index}": logits for index, logits in enumerate(exact)}
+            with running(folder, device="cpu", kernels="torch", dtype="bfloat16") as runner:
+                tensors[f"{name}.bfloat16"] = relative_errors(runner, exact)
     save_file(tensors, REFERENCES, metadata=digests)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ from interlock.engine.execution import StepExecutor
 from interlock.engine.messages import AddRequest
 from interlock.engine.model_runner import ModelRunner
 from interlock.engine.scheduler import Scheduler
-from interlock.launch import plan_launch
 from interlock.moe.terms import Phase
-from interlock.options import Options
-from interlock.parallel.topology import Groups
+from tests.gpu.engines import relative_errors, running
 from tests.gpu.make_references import digest
 from tests.gpu.models import PROMPTS, REFERENCES, SPECS
 
@@ -44,43 +41,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in SPECS}
 
 
-@contextmanager
-def running(folder: Path, **options: Any) -> Iterator[ModelRunner]:
-    base = {"max_model_len": 256, "kv_memory": "256MiB", "max_running_requests": 8}
-    plan = plan_launch(str(folder), Options.of(**base, **options))
-    with torch.inference_mode(), closing(ModelRunner(plan, Groups.single())) as runner:
-        runner.load()
-        runner.warm_up()
-        yield runner
-
-
-def prompt_logits(runner: ModelRunner) -> list[torch.Tensor]:
-    """Logits [T, V] of every prompt, each computed alone."""
-    scheduler = Scheduler(runner.plan)
-    found = []
-    for index, prompt in enumerate(PROMPTS):
-        request = AddRequest(
-            request_id=str(index), token_ids=prompt, sampling=SamplingParams(max_tokens=1, temperature=0.0)
-        )
-        assert scheduler.add(request) == []
-        batch = scheduler.schedule()
-        assert batch is not None
-        hidden = runner.forward(batch.arrays)
-        found.append(runner.logits(hidden).float().cpu())
-        scheduler.abort(str(index))
-        sampled = StepExecutor(runner).launch(batch).result()
-        scheduler.commit(batch, sampled)
-        scheduler.flush_cache()
-    return found
-
-
 def errors(runner: ModelRunner, name: str) -> torch.Tensor:
-    """Relative error of every row's logits [rows], ascending."""
     with safe_open(REFERENCES, "pt") as file:
-        wanted = [file.get_tensor(f"{name}.{index}") for index in range(len(PROMPTS))]
-    found = torch.cat(prompt_logits(runner))
-    exact = torch.cat(wanted)
-    return ((found - exact).norm(dim=1) / exact.norm(dim=1)).sort().values
+        exact = [file.get_tensor(f"{name}.{index}") for index in range(len(PROMPTS))]
+    return relative_errors(runner, exact)
 
 
 def quantile(values: torch.Tensor, share: float) -> float:
@@ -103,8 +67,8 @@ def test_own_kernels_err_as_their_formats_do(
 
     A row whose router is near a tie may choose another expert, so the worst tenth of the rows is left out.
     """
-    with running(folders[name], device="cpu", kernels="torch", dtype="bfloat16") as runner:
-        usual = errors(runner, name)
+    with safe_open(REFERENCES, "pt") as file:
+        usual = file.get_tensor(f"{name}.bfloat16")
     with running(folders[name], device="cuda", quantization=quantization, dtype="bfloat16") as runner:
         found = errors(runner, name)
     for share in (0.5, 0.9):

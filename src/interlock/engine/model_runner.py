@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 
@@ -16,7 +19,7 @@ from interlock.engine.recorder import recorded
 from interlock.engine.step import Step
 from interlock.engine.step_buffers import Space, StepBuffers
 from interlock.engine.upload import upload
-from interlock.engine.warm_up import warm_up_steps
+from interlock.engine.warm_up import warm_up_phases
 from interlock.kernels.registry import get_kernels
 from interlock.kv.cache import KVCache, allocate
 from interlock.models.registry import model_families
@@ -25,6 +28,8 @@ from interlock.nn.context import ModelContext
 from interlock.parallel.topology import Groups
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.plugins import load_symbol
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -71,16 +76,29 @@ class ModelRunner:
             pages = -(-self.plan.max_model_len // self.plan.page_size)
             buffers = StepBuffers(max(sizes), pages, space, self.device)
             self.graphs = DecodeGraphs(sizes, self._forward, self.logits, buffers)
+        begun = time.monotonic()
         self.kernels.compile_ahead(self._run_once)
+        compiled = time.monotonic()
         self._run_once()
+        ran = time.monotonic()
         if self.graphs is not None:
             self.graphs.capture()
+        spans = (compiled - begun, ran - compiled, time.monotonic() - ran)
+        logger.debug("warm-up: compiled in %.1f s, ran in %.1f s, captured in %.1f s", *spans)
 
     def _run_once(self) -> None:
-        for step in warm_up_steps(self.plan, self.device):
-            self.logits(self._forward(step)[-1:])
+        """Every kind of step once. Decode steps come before full chunks, whose library kernels compile for
+        longest, beside the others."""
+        small, *large = warm_up_phases(self.plan, self.device)
+        self._run(small)
         if self.graphs is not None:
             self.graphs.run_once()
+        for steps in large:
+            self._run(steps)
+
+    def _run(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            self.logits(self._forward(step)[-1:])
 
     def replay(self, arrays: StepArrays, tokens: torch.Tensor | None = None) -> DecodeOutput | None:
         """A decode step as a CUDA graph; None where it must run eagerly. See ``DecodeGraphs.replay``."""

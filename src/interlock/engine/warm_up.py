@@ -13,19 +13,21 @@ from interlock.plan.launch_plan import LaunchPlan
 WARM_UP_TOKENS = 4
 
 
-def warm_up_steps(plan: LaunchPlan, device: torch.device) -> Iterator[Step]:
+def warm_up_phases(plan: LaunchPlan, device: torch.device) -> Iterator[list[Step]]:
     """A prefill step of a few tokens of one sequence, and a decode step of as many sequences.
 
-    On a GPU also prefill steps of a full chunk and of one token less: other kernels serve them, which are
+    On a GPU then prefill steps of a full chunk and of one token less: other kernels serve them, which are
     compiled at their first launch, for odd numbers of rows apart.
     """
     tokens = min(WARM_UP_TOKENS, plan.chunked_prefill_size, plan.max_model_len)
     sequences = min(WARM_UP_TOKENS, plan.max_running_requests)
-    yield _step(plan, device, Phase.PREFILL, lengths=[tokens])
-    yield _step(plan, device, Phase.DECODE, lengths=[1] * sequences)
+    yield [
+        _step(plan, device, Phase.PREFILL, lengths=[tokens]),
+        _step(plan, device, Phase.DECODE, lengths=[1] * sequences),
+    ]
     if device.type == "cuda":
         for total in range(plan.chunked_prefill_size, max(tokens, plan.chunked_prefill_size - 2), -1):
-            yield _step(plan, device, Phase.PREFILL, lengths=_cut(total, plan.max_model_len))
+            yield [_step(plan, device, Phase.PREFILL, lengths=_cut(total, plan.max_model_len))]
 
 
 def _cut(total: int, longest: int) -> list[int]:
