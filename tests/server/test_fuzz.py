@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from interlock.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from interlock.server.responses_protocol import ResponsesBody
 from tests.server.fake_engine import VOCAB, FakeEngine
 from tests.server.sse import strict_json
 from tests.server.test_requests import error_of
@@ -18,6 +19,7 @@ from tests.server.test_requests import error_of
 PATHS = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponsesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -46,6 +48,39 @@ _messages = st.lists(
     ),
     max_size=3,
 )
+_schemas = st.recursive(
+    st.sampled_from(
+        [{}, {"type": "string"}, {"type": "nope"}, {"minimum": 3}, {"$ref": "#"}, {"enum": [1, "a"]}]
+    )
+    | _values,
+    lambda inner: st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(["object", "array", ["string", "null"], 5]),
+            "properties": st.dictionaries(_texts, inner, max_size=2),
+            "required": st.lists(_texts, max_size=2),
+            "items": inner,
+            **dict.fromkeys(["anyOf", "oneOf", "allOf"], st.lists(inner, max_size=2)),
+            **dict.fromkeys(["minItems", "maxLength", "maximum"], _numbers),
+            "pattern": _texts,
+            "$defs": st.dictionaries(_texts, inner, max_size=1),
+        },
+    ),
+    max_leaves=5,
+)
+_grammars = st.sampled_from(['root ::= "a"', "root ::= root", "[a-z]+", "(", "a{1,5}", ""]) | _texts
+_functions = st.fixed_dictionaries(
+    {"name": st.sampled_from(["f", "g", "a b"])}, optional={"parameters": _schemas}
+)
+_tools = st.lists(
+    st.fixed_dictionaries({"type": st.just("function"), "function": _functions}) | _functions | _values,
+    max_size=2,
+)
+_choices = st.sampled_from(["none", "auto", "required", {"type": "function", "function": {"name": "f"}}])
+_formats = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "json_object", "json_schema"])},
+    optional={"json_schema": st.fixed_dictionaries({"name": _texts}, optional={"schema": _schemas})},
+)
 _likely: dict[str, st.SearchStrategy[Any]] = {
     "prompt": _texts | st.lists(st.integers(-1, VOCAB), max_size=5) | st.lists(_texts, max_size=3),
     "messages": _messages,
@@ -64,7 +99,17 @@ _likely: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(["include_stop_str_in_output", "continue_final_message"], st.booleans()),
     "stop_token_ids": st.lists(st.integers(0, VOCAB), max_size=3),
     "chat_template_kwargs": st.dictionaries(_texts, _values, max_size=2),
-    "tools": st.lists(st.dictionaries(_texts, _values, max_size=2), max_size=2),
+    "tools": _tools,
+    "tool_choice": _choices,
+    "response_format": _formats,
+    "guided_json": _schemas,
+    "json_schema": _schemas.map(json.dumps),
+    "structured_outputs": st.fixed_dictionaries(
+        {}, optional={"json": _schemas, "regex": _grammars, "structural_tag": _values}
+    ),
+    **dict.fromkeys(["guided_regex", "regex", "guided_grammar", "ebnf"], _grammars),
+    "timeout": st.floats(5, 100),
+    "input": _texts | _messages | _values,
     "tokens": st.lists(st.integers(-1, VOCAB), max_size=6),
 }
 
@@ -76,6 +121,8 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
     body: dict[str, Any] = {"model": "tiny"}
     if "prompt" in names and path != "/tokenize":
         body["prompt"] = "Hello"
+    if "input" in names:
+        body["input"] = "Hello"
     if path == "/v1/chat/completions":
         body["messages"] = [{"role": "user", "content": "Hi"}]
     for name in draw(st.lists(st.sampled_from(names), max_size=4, unique=True)):
@@ -87,11 +134,17 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
 
 
 def check(answer: httpx.Response) -> None:
-    if answer.status_code != 200:
+    if answer.status_code == 504:
+        assert error_of(answer, 504)["code"] == "timeout"
+    elif answer.status_code != 200:
         assert 400 <= answer.status_code < 500, answer.text
         error_of(answer, answer.status_code)
     elif answer.headers["content-type"].startswith("application/json"):
         strict_json(answer.text)
+    elif answer.headers["content-type"].startswith("text/html"):
+        assert answer.url.path == "/"
+    elif answer.text.startswith("event: response.created\n"):
+        assert '"type":"response.failed"' not in answer.text
     else:
         assert answer.text.endswith("data: [DONE]\n\n")
         assert '"error"' not in answer.text
