@@ -119,14 +119,17 @@ def test_silu_and_quantise_of_filled_rows(device, weighted, layout) -> None:
     assert relative(wide(act, scales)[filled], wide(*want)) < BOUND
 
 
-def test_quantise_of_filled_rows(device) -> None:
+@pytest.mark.parametrize("out_rows", [4, 8])
+def test_quantise_of_filled_rows(device, out_rows) -> None:
+    """Also into stretches that are longer than those of the input."""
     counts = torch.tensor([4, 0, 1], dtype=torch.int32, device=device)
     x = torch.randn(12, 256, device=device).to(BF16)
-    filled = torch.tensor([0, 1, 2, 3, 8])
-    scales = torch.empty(3, 2, 4, device=device)
-    values = placed_rows.quantise_entries(x, Entries(counts, 4, 8, 4), scales)
+    scales = torch.empty(3, 2, out_rows, device=device)
+    values = placed_rows.quantise_entries(x, Entries(counts, 4, 2 * out_rows, out_rows), scales, out_rows)
     flat = scales.transpose(0, 1).flatten(1)
-    want = reference_quantise(x[filled])
+    want = reference_quantise(x[torch.tensor([0, 1, 2, 3, 8])])
+    filled = torch.tensor([0, 1, 2, 3, 2 * out_rows])
+    assert values.shape == (3 * out_rows, 256)
     assert torch.allclose(flat[:, filled], want[1], rtol=1e-6)
     assert relative(wide(values, flat)[filled], wide(*want)) < BOUND
 

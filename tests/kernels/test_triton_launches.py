@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -98,7 +99,10 @@ def test_what_fits(hidden, block_rows, fp8, wanted) -> None:
     scales = torch.ones(1) if fp8 else None
     experts = ExpertTensors(torch.zeros(1, 256, hidden), torch.zeros(1, hidden, 128), scales, scales)
     lists = reference_lists(torch.zeros(1, 1, dtype=torch.int64), None, 1, block_rows)
-    assert pipelined.fits(experts, lists) == wanted
+    assert pipelined.fits(experts, replace(lists, source=None), quantised=True) == wanted
+    assert not pipelined.fits(experts, lists, quantised=False)
+    places = torch.zeros(1, 1, dtype=torch.int32)
+    assert pipelined.fits(experts, replace(lists, place_of_lane=places), quantised=False) == wanted
 
 
 @pytest.mark.parametrize("window", [None, 128])

@@ -1,10 +1,15 @@
-"""DeepGEMM's two grouped products in float64, with its checks of shapes and strides."""
+"""DeepGEMM's two grouped products in float64, with its checks of shapes and strides.
+
+Like the library it stores whole blocks of rows: what lies in a block beyond the count is overwritten (NaN).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import torch
+
+BLOCK_ROWS = 128
 
 
 @dataclass
@@ -26,7 +31,8 @@ class FakeModule:
         assert d.dtype == torch.bfloat16
         start = 0
         for expert, end in enumerate(grouped_layout.tolist()):
-            start = (start + 127) // 128 * 128
+            start = -(-start // BLOCK_ROWS) * BLOCK_ROWS
+            d[start : start - (start - end) // BLOCK_ROWS * BLOCK_ROWS] = float("nan")
             d[start:end] = product(
                 values[start:end], scales[start:end], weight[expert], weight_scales[expert]
             )
@@ -40,6 +46,7 @@ class FakeModule:
         for expert in range(experts):
             check_operands(values[expert], scales[expert], weight, weight_scales, slab_rows)
         padded = (slab_rows + 3) // 4 * 4
+        flat = d.view(experts * slab_rows, -1)
         assert scales.stride() == (padded * (depth // 128), 1, padded)
         assert masked_m.dtype == torch.int32
         assert d.shape == (experts, slab_rows, weight.shape[1])
@@ -47,6 +54,9 @@ class FakeModule:
             d[expert, :count] = product(
                 values[expert, :count], scales[expert, :count], weight[expert], weight_scales[expert]
             )
+        for expert, count in enumerate(masked_m.tolist()):
+            first = expert * slab_rows
+            flat[first + count : first - (-count // BLOCK_ROWS) * BLOCK_ROWS] = float("nan")
 
 
 def check_operands(values, scales, weight, weight_scales, rows: int) -> None:

@@ -16,6 +16,7 @@ from tests.moe.fake_deep_gemm import FakeModule
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: torch's CPU builds bring none")
 
+from interlock.moe.experts.deep_gemm import RUNNER  # noqa: E402
 from interlock.moe.experts.deep_gemm.library import DeepGemm, load_deep_gemm  # noqa: E402
 from interlock.moe.experts.deep_gemm.runner import DeepGemmRunner  # noqa: E402
 from interlock.moe.experts.fastest_fp8.runner import FastestFp8Runner  # noqa: E402
@@ -65,7 +66,7 @@ def test_replicated_rows(library, fp8) -> None:
     runner, where = loaded(library)
     ids, weights = random_routes(21, K, EXPERTS, device=where, unused=0.3)
     x = torch.randn(21, HIDDEN, device=where).to(BF16)
-    want = reference_lanes(x, ids, weights, runner._tensors)
+    want = reference_lanes(x, ids, weights, runner._tensors, rounds_gate_up=RUNNER.rounds_gate_up)
     values, scales = quantise_rows(x) if fp8 else (x, None)
     rows = ReplicatedRows(values, ids, weights, scales, sums=torch.float32)
     live = ids >= 0
@@ -80,7 +81,7 @@ def test_replicated_rows(library, fp8) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
-@pytest.mark.parametrize("slab_rows", [40, 37])
+@pytest.mark.parametrize("slab_rows", [40, 37, 128])
 def test_grouped_rows(library, layout, fp8, slab_rows) -> None:
     runner, where = loaded(library)
     experts = torch.tensor([3, 0, 3, 3, 1, 0, 3], device=where)
@@ -107,7 +108,9 @@ def test_grouped_rows(library, layout, fp8, slab_rows) -> None:
             None if scales is None else scales.view(*lead, -1),
         )
     got = runner.run(rows).view(total, HIDDEN)[at]
-    want = reference_lanes(x, experts[:, None], weights[at][:, None], runner._tensors)[:, 0]
+    want = reference_lanes(
+        x, experts[:, None], weights[at][:, None], runner._tensors, rounds_gate_up=RUNNER.rounds_gate_up
+    )[:, 0]
     assert relative(got, want) < BOUND
 
 
@@ -132,6 +135,7 @@ def test_rows_decide_which_way_the_weights_are_read(library, monkeypatch) -> Non
     ids, weights = random_routes(9, K, EXPERTS, device=where)
     x = torch.randn(9, HIDDEN, device=where).to(BF16)
     summed = runner.run_summed(ReplicatedRows(x, ids, weights), torch.float32)
-    assert relative(summed, reference_lanes(x, ids, weights, runner._tensors).sum(1)) < BOUND
+    want = reference_lanes(x, ids, weights, runner._tensors, rounds_gate_up=RUNNER.rounds_gate_up)
+    assert relative(summed, want.sum(1)) < BOUND
     assert runner.observed().extra["calls_by_runner"] == {"triton_fp8": 0, "deep_gemm": 1}
     assert runner.observed().name == "fastest_fp8"

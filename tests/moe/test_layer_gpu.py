@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from interlock.errors import StartupError
+from interlock.moe.experts.registry import expert_runners
 from interlock.moe.layer import MoELayer
 from tests.kernels.triton_cases import reference_lanes, relative
 from tests.moe.layers import Weights, build_layer, make_step
@@ -45,7 +46,9 @@ def gpu_layer(runner: str, scoring: str) -> MoELayer:
 def expected(layer: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
     """Float64 emulation of the experts on the routes that the layer takes."""
     routes = layer._router.route(hidden, len(hidden))
-    return reference_lanes(hidden, routes.ids, routes.weights, layer._runner._tensors).sum(1)
+    rounds = expert_runners().get(layer.runner_name).rounds_gate_up
+    tensors = layer._runner._tensors
+    return reference_lanes(hidden, routes.ids, routes.weights, tensors, rounds_gate_up=rounds).sum(1)
 
 
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])

@@ -197,6 +197,13 @@ def segment_lists(
     )
 
 
+def rounds_gate_up(
+    experts: ExpertTensors, lists: RowLists, config: MoeConfig, *, quantised: bool = False
+) -> bool:
+    """Whether ``compute`` rounds gate and up to bfloat16: where the persistent kernels store them."""
+    return config.pipelined and pipelined.fits(experts, lists, quantised=quantised)
+
+
 def compute(
     x: torch.Tensor,
     x_scales: torch.Tensor | None,
@@ -208,12 +215,11 @@ def compute(
     """out[target] = weight * down(silu(gate x[source]) * up x[source]) for every place.
 
     x [*, h] bfloat16, or e4m3 with x_scales float32 [*, h / 128] (any strides) when the weights are e4m3.
+    Gate and up stay in float32 unless ``rounds_gate_up``.
     """
-    if config.pipelined and pipelined.fits(experts, lists):
-        rows = pipelined.placed_rows(x, x_scales, lists)
-        if rows is not None:
-            pipelined.compute(*rows, experts, lists, out)
-            return
+    if rounds_gate_up(experts, lists, config, quantised=x_scales is not None):
+        pipelined.compute(*pipelined.placed_rows(x, x_scales, lists), experts, lists, out)
+        return
     if experts.fp8 and x_scales is None:
         x, transposed = quantise_rows(x)
         x_scales = transposed.T

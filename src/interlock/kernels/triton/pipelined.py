@@ -18,20 +18,22 @@ COLUMNS = 256
 """Result columns of a tile; the width of the result must be a multiple."""
 
 
-def fits(experts: ExpertTensors, lists: RowLists) -> bool:
-    """Whether the persistent kernels can compute these weights with these lists."""
+def fits(experts: ExpertTensors, lists: RowLists, *, quantised: bool) -> bool:
+    """Whether the persistent kernels can compute these weights with these lists.
+
+    ``quantised``: rows come in fp8; then they must lie in order of places already.
+    """
+    placeable = lists.source is None or (not quantised and lists.place_of_lane is not None)
     hidden = experts.down.shape[1]
-    return experts.fp8 and lists.block_rows == BLOCK_ROWS and hidden % COLUMNS == 0
+    return experts.fp8 and placeable and lists.block_rows == BLOCK_ROWS and hidden % COLUMNS == 0
 
 
 def placed_rows(
     x: torch.Tensor, x_scales: torch.Tensor | None, lists: RowLists
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(e4m3 rows, scales [h / 128, P]) in order of places, or None where the lists do not allow it."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 rows, scales [h / 128, P]) in order of places, for what ``fits``."""
     if x_scales is None and lists.place_of_lane is not None:
         return quantise_to_places(x, lists.place_of_lane)
-    if lists.source is not None:
-        return None
     if x_scales is None:
         return quantise_rows(x)
     return x, x_scales.T.contiguous()

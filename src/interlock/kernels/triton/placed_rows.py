@@ -152,14 +152,21 @@ def silu_quantise(
     return act
 
 
-def quantise_entries(x: torch.Tensor, entries: Entries, scales: torch.Tensor) -> torch.Tensor:
-    """x [R, h] -> e4m3 [R, h] of the filled rows, and their ``scales``, laid out as ``entries`` says."""
-    rows, width = x.shape
-    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+def quantise_entries(
+    x: torch.Tensor, entries: Entries, scales: torch.Tensor, out_rows: int | None = None
+) -> torch.Tensor:
+    """x [R, h] -> e4m3 [R, h] of the filled rows, and their ``scales``, laid out as ``entries`` says.
+
+    Args:
+        out_rows: rows that each entry takes up in the result, at least as many as in x; as many by default.
+    """
+    width = x.shape[1]
+    out_rows = entries.rows if out_rows is None else out_rows
+    out = torch.empty(len(entries.live) * out_rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     parts = -(-width // (GROUP * GROUPS_A_PROGRAM))
     placement_kernels.quantise_entries_kernel[(len(entries.live), entries.workers, parts)](
-        x, entries.live, out, scales, entries.rows, entries.scale_entry_stride, entries.scale_stride,
-        width=width, groups=GROUPS_A_PROGRAM, num_warps=4,
+        x, entries.live, out, scales, entries.rows, out_rows, entries.scale_entry_stride,
+        entries.scale_stride, width=width, groups=GROUPS_A_PROGRAM, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -156,21 +156,24 @@ def silu_quantise_rows_kernel(
         tl.store(at, scale, mask=group * 128 < inter)
 
 
-@triton.jit(do_not_specialize=["entry_rows"])
+@triton.jit(do_not_specialize=["entry_rows", "out_entry_rows"])
 def quantise_entries_kernel(
-    x, live, out, scales, entry_rows, scale_entry_stride, scale_stride,
+    x, live, out, scales, entry_rows, out_entry_rows, scale_entry_stride, scale_stride,
     width: tl.constexpr, groups: tl.constexpr,
 ):  # fmt: skip
-    """out[r], scales of r = quantised x[r] of every filled row r; places of scales as in the kernel above."""
+    """out, scales = quantised x of every filled row; places of scales as in the kernel above.
+
+    Row j of an entry is row entry * entry_rows + j of x and entry * out_entry_rows + j of out.
+    """
     entry = tl.program_id(0).to(tl.int64)
     group = tl.program_id(2) * groups + tl.arange(0, groups)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < width
     filled = tl.load(live + entry)
     for j in range(tl.program_id(1), filled, tl.num_programs(1)):
-        row = entry * entry_rows + j
-        values, scale = to_fp8(tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32), 1)
-        tl.store(out + row * width + column, values, mask=inside)
+        read = x + (entry * entry_rows + j) * width + column
+        values, scale = to_fp8(tl.load(read, mask=inside, other=0.0).to(tl.float32), 1)
+        tl.store(out + (entry * out_entry_rows + j) * width + column, values, mask=inside)
         at = scales + entry * scale_entry_stride + group.to(tl.int64) * scale_stride + j
         tl.store(at, scale, mask=group * 128 < width)
 

@@ -33,6 +33,7 @@ class ExpertRunner:
         kernels: kernel sets it works with; empty for any.
         packages: distributions that must be installed.
         row_invariant: with row-invariant kernels, a row's bits do not depend on the rows beside it.
+        rounds_gate_up: gate and up are rounded to the activation dtype before SwiGLU, for any number of rows.
         missing: what this version lacks to run it on any machine; "" when it lacks nothing.
         alignment: multiple at which it needs expert segments of the contiguous layout to start.
         priority: among the runners that fit, ``auto`` takes the highest (emulation -10, reference 0,
@@ -52,6 +53,7 @@ class ExpertRunner:
     kernels: frozenset[str] = frozenset()
     packages: tuple[str, ...] = ()
     row_invariant: bool = False
+    rounds_gate_up: bool = False
     alignment: int = 1
     min_capability: tuple[int, int] = (0, 0)
     max_capability: tuple[int, int] | None = None

@@ -19,6 +19,7 @@ RUNNER = ExpertRunner(
     devices=frozenset({"cuda"}),
     packages=PACKAGES,
     alignment=ALIGNMENT,
+    rounds_gate_up=True,
     min_capability=(9, 0),
     max_capability=(9, 9),
     hidden_multiple=128,

@@ -25,6 +25,10 @@ EXPECTED_ROWS = 1024
 kernel serves all batches and none is compiled while serving."""
 
 
+BLOCK_ROWS = 128
+"""The most rows of a block of its grouped products; all are stored."""
+
+
 class DeepGemm:
     """The two grouped products. Neither synchronises with the host; a capture needs one call before it.
 
@@ -79,14 +83,16 @@ class DeepGemm:
         counts: torch.Tensor,
         expected_rows: int,
     ) -> torch.Tensor:
-        """rows e4m3 [E, M, K], row_scales float32 [E, K / 128, M padded to 4], counts int32 [E] -> [E, M, N].
+        """rows e4m3 [E, M, K], row_scales float32 [E, K / 128, M], counts int32 [E] -> bfloat16 [E, M, N].
 
+        M is a multiple of 128: blocks of 64 or 128 rows are stored whole, with anything beyond the count.
         ``expected_rows``: how many rows an expert is thought to have; chooses the tiles.
         """
         experts, slab_rows, _ = rows.shape
+        assert slab_rows % BLOCK_ROWS == 0, "blocks of one expert would overwrite rows of the next"
         out = torch.empty(experts, slab_rows, weight.shape[1], dtype=torch.bfloat16, device=rows.device)
         self.module.fp8_m_grouped_gemm_nt_masked(
-            (rows, row_scales.transpose(1, 2)[:, :slab_rows]),
+            (rows, row_scales.transpose(1, 2)),
             (weight, weight_scales),
             out,
             counts,

@@ -4,6 +4,9 @@ A token is quantised once and its fp8 row copied to the places of its experts; S
 its result are one kernel; routing weights go into the sum over lanes (replicated rows) or into the scales of
 the second product's rows (grouped rows), so no pass is spent on them. Nothing synchronises with the host.
 
+Rounding points: rows to e4m3, gate and up to bfloat16 (the library stores them), SwiGLU of those to e4m3, the
+result of each lane to bfloat16, the sum over lanes to its dtype. Sums in between are float32.
+
 Legend: n tokens, k lanes a token, R rows of the aligned segments, M rows of a slab, h hidden size.
 """
 
@@ -119,32 +122,33 @@ class Pipeline:
         return self.library.contiguous(act, act_scales, self.experts.down, down_scales, psum)
 
     def masked(self, rows: MaskedRows) -> torch.Tensor:
-        """-> [L, M, h], weighted; rows at and beyond the count are undefined."""
+        """-> [L, M, h], weighted; rows at and beyond the count are undefined.
+
+        The library stores whole blocks of rows, also beyond the count. Where M is no multiple of a block they
+        would reach into the next expert's slab, so slabs are padded then, at the price of a copy of the
+        result (and of rows that arrive quantised).
+        """
         gate_up_scales, down_scales = _scales_of(self.experts)
         experts, slab_rows, hidden = rows.rows.shape
         inter = self.experts.down.shape[2]
         expected = max(1, slab_rows // SLAB_FILL)
-        scales, entries = _slab_scales(rows.counts, slab_rows, hidden)
+        padded = -(-slab_rows // ALIGNMENT) * ALIGNMENT
+        live = rows.counts.clamp(0, slab_rows)
+        scales, entries = _slab_scales(live, slab_rows, padded, hidden)
         if rows.scales is None:
-            flat = placed_rows.quantise_entries(rows.rows.flatten(0, 1), entries, scales)
-            values = flat.view(experts, slab_rows, hidden)
+            flat = placed_rows.quantise_entries(rows.rows.flatten(0, 1), entries, scales, padded)
+            values = flat.view(experts, padded, hidden)
         else:
-            values = rows.rows
+            values = _pad_slabs(rows.rows, padded)
             scales[:, :, :slab_rows].copy_(rows.scales.transpose(1, 2))
-        gate_up = self.library.masked(
-            values, scales, self.experts.gate_up, gate_up_scales, rows.counts, expected
-        )
-        act_scales, entries = _slab_scales(rows.counts, slab_rows, inter, like=entries)
-        weights = None if rows.weights is None else rows.weights.flatten()
+        gate_up = self.library.masked(values, scales, self.experts.gate_up, gate_up_scales, live, expected)
+        act_scales, entries = _slab_scales(live, padded, padded, inter)
+        weights = None if rows.weights is None else _pad_slabs(rows.weights, padded).flatten()
         act = placed_rows.silu_quantise(gate_up.flatten(0, 1), entries, weights, act_scales)
-        return self.library.masked(
-            act.view(experts, slab_rows, inter),
-            act_scales,
-            self.experts.down,
-            down_scales,
-            rows.counts,
-            expected,
+        out = self.library.masked(
+            act.view(experts, padded, inter), act_scales, self.experts.down, down_scales, live, expected
         )
+        return out[:, :slab_rows].contiguous()
 
 
 def _aligned_entries(live: torch.Tensor, rows: int) -> Entries:
@@ -152,15 +156,21 @@ def _aligned_entries(live: torch.Tensor, rows: int) -> Entries:
     return Entries(live, ALIGNMENT, scale_entry_stride=ALIGNMENT, scale_stride=rows)
 
 
-def _slab_scales(
-    counts: torch.Tensor, slab_rows: int, width: int, like: Entries | None = None
-) -> tuple[torch.Tensor, Entries]:
-    """Scales float32 [L, width / 128, M padded to 4], and the slabs as entries with such scales."""
-    padded = -(-slab_rows // 4) * 4
+def _slab_scales(live: torch.Tensor, slab_rows: int, padded: int, width: int) -> tuple[torch.Tensor, Entries]:
+    """Scales float32 [L, width / 128, padded], and slabs of ``slab_rows`` rows as entries with them."""
     groups = width // GROUP
-    scales = torch.empty(len(counts), groups, padded, dtype=torch.float32, device=counts.device)
-    live = counts.clamp(0, slab_rows) if like is None else like.live
+    scales = torch.empty(len(live), groups, padded, dtype=torch.float32, device=live.device)
     return scales, Entries(live, slab_rows, scale_entry_stride=groups * padded, scale_stride=padded)
+
+
+def _pad_slabs(values: torch.Tensor, padded: int) -> torch.Tensor:
+    """values [L, M, ...] -> [L, padded, ...]; what is added is undefined."""
+    experts, slab_rows = values.shape[:2]
+    if slab_rows == padded:
+        return values
+    wide = values.new_empty(experts, padded, *values.shape[2:])
+    wide[:, :slab_rows].copy_(values)
+    return wide
 
 
 def _scales_of(experts: ExpertTensors) -> tuple[torch.Tensor, torch.Tensor]:
