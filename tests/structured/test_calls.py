@@ -11,9 +11,10 @@ import pytest
 
 from interlock.server.chat_output import ChatOutput, OutputFormat
 from interlock.server.tool_parsers import TOOL_PARSERS
+from interlock.server.tool_parsers.base import among_text
 from interlock.structured.schema import exact_schema
 from interlock.structured.spec import GrammarSpec
-from tests.structured.walks import Walker
+from tests.structured.walks import EOS, Walker, allowed_ids
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -59,3 +60,33 @@ def test_forced_calls_are_calls(walker: Walker, name: str, parallel: bool) -> No
             jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
         read += 1
     assert read >= 10
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
+def test_strict_tools_leave_text_free_and_calls_valid(walker: Walker, name: str) -> None:
+    """Any text may come; once the model opens a call, it is one of the tools' with valid arguments."""
+    parser = TOOL_PARSERS[name]
+    schemas = [exact_schema(tool["parameters"]) for tool in TOOLS]
+    form = among_text(parser.structure(TOOLS, schemas, parallel=True), parser.opening, parallel=True)
+    state = walker.state(GrammarSpec(kind="structural_tag", text=json.dumps(form)))
+    tokens = {text: token for token, text in reversed(list(enumerate(walker.vocabulary.tokens)))}
+    text = "Let me see " + parser.opening
+    for byte in text.encode():
+        assert tokens[bytes([byte])] in allowed_ids(state)
+        state.accept(tokens[bytes([byte])])
+    rng, out = random.Random(3), []
+    for _ in range(1500):
+        allowed = allowed_ids(state)
+        if EOS in allowed:
+            break
+        closing = [t for t in allowed if walker.vocabulary.tokens[t][:1] in (b'"', b"}", b"]", b"<")]
+        token = rng.choice(closing if closing and rng.random() < 0.25 else allowed)
+        state.accept(token)
+        out.append(token)
+    output = ChatOutput(OutputFormat(parser=parser, tools=TOOLS))
+    output.feed(text + walker.text(out), ended=True)
+    assert output.content == "Let me see"
+    assert output.calls
+    for call in output.calls:
+        schema = next(t["parameters"] for t in TOOLS if t["name"] == call["function"]["name"])
+        jsonschema.validate(json.loads(call["function"]["arguments"]), schema)

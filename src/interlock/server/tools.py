@@ -10,7 +10,7 @@ from typing import Any
 from interlock.server.errors import bad_request
 from interlock.server.protocol import ChatBody, NamedToolChoice
 from interlock.server.structured_output import Wish, either, schema_text, wished_grammar
-from interlock.server.tool_parsers.base import Tool, ToolParser
+from interlock.server.tool_parsers.base import Tool, ToolParser, among_text
 from interlock.structured.spec import GrammarSpec
 
 MAX_TOOLS = 512
@@ -56,8 +56,10 @@ def wished_chat_grammar(
     if not tools or body.tool_choice == "none":
         return wish
     if body.tool_choice in (None, "auto"):
-        if wish is None or parser is None:
+        if parser is None:
             return wish
+        if wish is None:
+            return _strict_calls(body, tools, parser)
         return wish[0], either(wish[1], calls_grammar(body, tools, parser))
     if wish is not None:
         raise bad_request(
@@ -65,6 +67,22 @@ def wished_chat_grammar(
             param="tool_choice",
         )
     return "tool_choice", forced_calls(body, tools, parser)
+
+
+def _strict_calls(body: ChatBody, tools: Sequence[Tool], parser: type[ToolParser]) -> Wish | None:
+    """Any text, but calls as the tools' schemas have them, where a tool asks for that."""
+    if not any(tool.get("strict") for tool in tools):
+        return None
+    _check_companions(body, "a strict tool")
+    forced = json.loads(calls_grammar(body, tools, parser).text)
+    form = among_text(forced, parser.opening, parallel=body.parallel_tool_calls is not False)
+    return "tools", GrammarSpec(kind="structural_tag", text=json.dumps(form, ensure_ascii=False))
+
+
+def _check_companions(body: ChatBody, what: str) -> None:
+    if body.ignore_eos or body.min_tokens:
+        name = "ignore_eos" if body.ignore_eos else "min_tokens"
+        raise bad_request(f"{name} and {what} exclude each other", param=name)
 
 
 def forced_calls(body: ChatBody, tools: Sequence[Tool], parser: type[ToolParser] | None) -> GrammarSpec:
@@ -79,9 +97,7 @@ def forced_calls(body: ChatBody, tools: Sequence[Tool], parser: type[ToolParser]
             "start it with --tool-call-parser",
             param="tool_choice",
         )
-    if body.ignore_eos or body.min_tokens:
-        name = "ignore_eos" if body.ignore_eos else "min_tokens"
-        raise bad_request(f"{name} and a forced tool_choice exclude each other", param=name)
+    _check_companions(body, "a forced tool_choice")
     return calls_grammar(body, tools, parser)
 
 

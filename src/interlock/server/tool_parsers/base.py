@@ -183,5 +183,20 @@ def tag(begin: str, schema: Any, end: str, **style: Any) -> dict[str, Any]:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
+def among_text(forced: dict[str, Any], opening: str, *, parallel: bool) -> dict[str, Any]:
+    """The structural tag of any text in which calls, where they begin, are those of ``forced``."""
+    form = forced["format"]
+    tags = form["tags"] if form["type"] == "tags_with_separator" else [form]
+    return structural_tag(
+        {
+            "type": "triggered_tags",
+            "triggers": [opening],
+            "tags": tags,
+            "at_least_one": False,
+            "stop_after_first": not parallel,
+        }
+    )
+
+
 def structural_tag(form: dict[str, Any]) -> dict[str, Any]:
     return {"type": "structural_tag", "format": form}
