@@ -139,7 +139,8 @@ def test_template_refusal_has_its_words(render: Post) -> None:
 
 def test_chat_only_fields(rich_url: str, rich_tokenizer: Tokenizer) -> None:
     """tool_choice none leaves the tools out; reasoning_effort reaches the template."""
-    body = {"model": "tiny", "messages": [USER], "max_tokens": 1, "tools": [{"type": "function"}]}
+    body = {"model": "tiny", "messages": [USER], "max_tokens": 1}
+    body["tools"] = [{"type": "function", "function": {"name": "f"}}]
     url = rich_url + "/v1/chat/completions"
     without = httpx.post(url, json={**body, "tool_choice": "none", "reasoning_effort": "low"}).json()
     expected = rich_tokenizer.encode("[user]Hieffort=low[assistant]", add_special_tokens=False)

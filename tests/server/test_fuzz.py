@@ -169,6 +169,7 @@ def test_no_body_gives_500(http: httpx.Client, engine: FakeEngine, data: st.Data
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=20_000, deadline=None, suppress_health_check=_fixtures_are_reusable)
 @given(data=st.data())
 def test_no_body_gives_500_long(http: httpx.Client, engine: FakeEngine, data: st.DataObject) -> None:
