@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.e2e.processes import BASE, READY, ROOT, SERVE, Served, environment, running, serving, wait_until
 
@@ -90,3 +91,49 @@ def test_a_rank_that_hangs_says_where_before_the_server_ends(tmp_path: Path) -> 
     assert "where rank 0 was:" in told
     assert " in hang" in told
     assert "rank_loop.py" in told
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--tp-size", "2", "--moe-a2a-backend", "shared_memory"),
+        pytest.param(("--tp-size", "2", "--attn-dp-size", "2"), marks=pytest.mark.slow),
+        pytest.param(("--tp-size", "2", "--ep-size", "1"), marks=pytest.mark.slow),
+        pytest.param(
+            ("--tp-size", "2", "--attn-dp-size", "2", "--moe-a2a-backend", "collective"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=" ".join,
+)
+def test_every_token_is_counted_at_its_experts(flags: tuple[str, ...]) -> None:
+    """Rows that arrive = tokens that are dispatched x experts of a token x layers, over all ranks.
+
+    In the replicated layout all ranks of a replica hold the same tokens, and each says so.
+    """
+    with serving(*flags) as served:
+        body = {"model": "tiny-random", "prompt": [7] * 40, "max_tokens": 100, "n": 6, "ignore_eos": True}
+        assert served.post("/v1/completions", body).status_code == 200
+        plan = served.get("/plan").json()["plan"]
+        card, attn_tp = plan["card"], plan["tp_size"] // plan["attn_dp_size"]
+        layers = sum(layer["is_moe"] for layer in card["layers"])
+
+        def counted() -> bool:
+            ranks = served.get("/experts").json()["ranks"]
+            return len(ranks) == 2 and all(rank["decode"]["steps"] >= 8 for rank in ranks)
+
+        wait_until(counted, "both ranks have reported the decode steps")
+        seen = served.get("/experts").json()
+        whole = [rank for rank in seen["ranks"] if not rank["is_slice"]]
+        assert len(seen["layers"]) == layers
+        assert sum(map(sum, seen["rows"])) == sum(sum(rank["rows"]) for rank in whole)
+        for phase in ("prefill", "decode"):
+            copies = attn_tp if plan[f"moe_layout_{phase}"] == "replicated" else 1
+            rows = sum(rank[phase]["rows"] for rank in whole)
+            tokens = sum(rank[phase]["tokens"] for rank in seen["ranks"])
+            assert rows * copies == tokens * card["experts"]["top_k"] * layers, phase
+            assert rows > 0
+        for rank in seen["ranks"]:
+            assert 0 < rank["decode"]["capacity_use"] <= 1
+            assert rank["decode"]["dispatch_ms"] > 0
+            assert rank["decode"]["combine_ms"] > 0
