@@ -1,6 +1,7 @@
 """DeepGEMM's grouped products alone on a GPU: how long they compile, and how to call them fastest.
 
     python benchmarks/gpu_deep_gemm.py
+    python benchmarks/gpu_deep_gemm.py --compile    # only that, by nvcc and by NVRTC, half a minute
 
 Ways: ends of segments ("psum", what the runner uses) with several numbers of rows that the library is told to
 expect, or an expert for each row ("rows"). MiMo-V2-Flash, uniform routing, rows padded to 128 an expert.
@@ -8,6 +9,7 @@ expect, or an expert for each row ("rows"). MiMo-V2-Flash, uniform routing, rows
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -101,7 +103,12 @@ def ways(tokens: int, product: str, seed: int) -> dict[str, Callable[[], object]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compile", action="store_true", help="time only the compilation of both products")
+    only_compile = parser.parse_args().compile
     compile_times()
+    if only_compile:
+        return
     for tokens in (1024, 2048, 4096, 16384):
         for product in PRODUCTS:
             n, k = PRODUCTS[product]

@@ -3,6 +3,8 @@ emulation."""
 
 from __future__ import annotations
 
+from threading import Event, Timer
+
 import pytest
 import torch
 
@@ -16,10 +18,12 @@ from tests.moe.fake_deep_gemm import FakeModule
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: torch's CPU builds bring none")
 
+from interlock.kernels.triton.compile_ahead import compile_ahead  # noqa: E402
 from interlock.moe.experts.deep_gemm import RUNNER  # noqa: E402
 from interlock.moe.experts.deep_gemm.library import DeepGemm, load_deep_gemm  # noqa: E402
 from interlock.moe.experts.deep_gemm.runner import DeepGemmRunner  # noqa: E402
 from interlock.moe.experts.fastest_fp8.runner import FastestFp8Runner  # noqa: E402
+from interlock.moe.experts.triton_fp8.runner import TritonFp8Runner  # noqa: E402
 from interlock.moe.fp8_rows import quantise_rows  # noqa: E402
 
 EXPERTS, HIDDEN, WIDTH, K = 4, 256, 136, 2
@@ -36,7 +40,7 @@ def library() -> DeepGemm:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
     try:
-        return load_deep_gemm()
+        return DeepGemm(load_deep_gemm().module)
     except StartupError as problem:
         pytest.skip(str(problem))
 
@@ -116,8 +120,9 @@ def test_grouped_rows(library, layout, fp8, slab_rows) -> None:
 
 @pytest.mark.gpu
 def test_no_rows(library) -> None:
-    """Both products run once while loading, so that none is compiled while serving."""
+    """Both products run once beside loading, so that none is compiled while serving."""
     runner, where = loaded(library)
+    library.finish()
     if isinstance(library.module, FakeModule):
         assert [kind for kind, _ in library.module.calls] == ["contiguous", "contiguous"]
     empty = torch.empty(0, HIDDEN, dtype=BF16, device=where)
@@ -139,3 +144,35 @@ def test_rows_decide_which_way_the_weights_are_read(library, monkeypatch) -> Non
     assert relative(summed, want.sum(1)) < BOUND
     assert runner.observed().extra["calls_by_runner"] == {"triton_fp8": 0, "deep_gemm": 1}
     assert runner.observed().name == "fastest_fp8"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [DeepGemmRunner, FastestFp8Runner])
+def test_the_first_call_that_is_no_rehearsal_waits_for_the_compiler(library, kind, monkeypatch) -> None:
+    """Whichever way it takes: a capture that follows must not meet the compiler's calls."""
+    if isinstance(library.module, FakeModule):
+        nothing = torch.zeros(3, K, HIDDEN, dtype=BF16)
+        monkeypatch.setattr(TritonFp8Runner, "run", lambda self, rows: nothing)
+    held, compiled = Event(), []
+    library.compile_ahead((0,), lambda: compiled.append(held.wait(60)))
+    runner, where = loaded(library, kind)
+    ids, weights = random_routes(3, K, EXPERTS, device=where)
+    rows = ReplicatedRows(torch.randn(3, HIDDEN, device=where).to(BF16), ids, weights)
+    if not isinstance(library.module, FakeModule):
+        compile_ahead(lambda: runner.run_summed(rows, BF16))
+    assert compiled == []
+    Timer(0.1, held.set).start()
+    runner.run_summed(rows, BF16)
+    assert compiled == [True]
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_compiled_is_told(library) -> None:
+    library = DeepGemm(library.module)
+
+    def fail() -> None:
+        raise RuntimeError("no nvcc here")
+
+    library.compile_ahead((0,), fail)
+    with pytest.raises(StartupError, match=r"no nvcc here.*triton_fp8"):
+        library.finish()

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ _ZEROS = {
     torch.Tensor.new_empty: torch.Tensor.new_zeros,
 }
 
+_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
+
+
+def rehearsing() -> bool:
+    """Whether this thread is in ``compile_ahead``: what is computed now means nothing."""
+    return _rehearsing.get()
+
 
 def compile_ahead(rehearse: Callable[[], None]) -> None:
     """Compile every Triton kernel that ``rehearse`` would launch; its results mean nothing.
@@ -35,8 +43,12 @@ def compile_ahead(rehearse: Callable[[], None]) -> None:
     """
     threads = len(os.sched_getaffinity(0))
     pool = ThreadPoolExecutor(max_workers=threads)
-    with pool, AsyncCompileMode(pool), _launches_compile(), _Zeros():
-        rehearse()
+    token = _rehearsing.set(True)
+    try:
+        with pool, AsyncCompileMode(pool), _launches_compile(), _Zeros():
+            rehearse()
+    finally:
+        _rehearsing.reset(token)
 
 
 class _Zeros(TorchFunctionMode):

@@ -4,7 +4,8 @@ Both multiply e4m3 rows by the weights of their expert: float32 scales for 1 x 1
 128 x 128 blocks of a weight, products summed in float32, rounded to bfloat16 once. Row scales lie with the
 rows of a group side by side, padded to 16 bytes, as the bulk copy engine of Hopper wants them; so nothing is
 transposed on the way. Kernels are compiled at their first call (nvcc) and cached in ``~/.deep_gemm``; shapes
-are compiled for (experts, N, K) and not for the number of rows.
+are compiled for (experts, N, K) and not for the number of rows. The package has no locks around its caches,
+so one thread at a time may call it: kernels are compiled one after the other.
 
 Legend: E experts, R rows of the aligned segments, M rows of a slab, N weight rows, K depth.
 """
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from interlock.errors import StartupError
+from interlock.kernels.triton.compile_ahead import rehearsing
 
 EXPECTED_ROWS = 1024
 """Rows an expert is said to have when the library chooses its tiles. One number for all calls, so that one
@@ -31,6 +33,7 @@ BLOCK_ROWS = 128
 
 class DeepGemm:
     """The two grouped products. Neither synchronises with the host; a capture needs one call before it.
+    Where launches are only rehearsed they compute nothing.
 
     Args:
         module: the package.
@@ -41,14 +44,29 @@ class DeepGemm:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deep-gemm")
         self._compiled: dict[tuple[int, ...], Future[None]] = {}
 
-    def compile_ahead(self, shape: tuple[int, ...], compile_all: Callable[[], None]) -> Future[None]:
-        """Have ``compile_all`` run beside this thread, once for each shape; wait before other calls.
+    def compile_ahead(self, shape: tuple[int, ...], compile_all: Callable[[], None]) -> None:
+        """Have ``compile_all`` run beside this thread, once for each shape; ``finish`` before other calls.
 
-        The compiler is a process of its own, so that weights can be loaded meanwhile.
+        The compiler is a process of its own, so that weights can be loaded and other kernels compiled
+        meanwhile.
         """
         if shape not in self._compiled:
             self._compiled[shape] = self._thread.submit(compile_all)
-        return self._compiled[shape]
+
+    def finish(self) -> None:
+        """Wait until all that was asked for is compiled.
+
+        Raises:
+            StartupError: it cannot be compiled.
+        """
+        for compiled in self._compiled.values():
+            try:
+                compiled.result()
+            except Exception as problem:
+                raise StartupError(
+                    f"runner deep_gemm cannot compile its products: {problem} (it calls nvcc, found by "
+                    "CUDA_HOME or PATH, and writes to ~/.deep_gemm); --moe-runner-backend triton_fp8 needs neither"
+                ) from problem
 
     def contiguous(
         self,
@@ -64,6 +82,8 @@ class DeepGemm:
         Rows between the segments may hold anything and give anything.
         """
         out = torch.empty(rows.shape[0], weight.shape[1], dtype=torch.bfloat16, device=rows.device)
+        if rehearsing():
+            return out
         self.module.m_grouped_fp8_gemm_nt_contiguous(
             (rows, row_scales.T),
             (weight, weight_scales),
@@ -91,6 +111,8 @@ class DeepGemm:
         experts, slab_rows, _ = rows.shape
         assert slab_rows % BLOCK_ROWS == 0, "blocks of one expert would overwrite rows of the next"
         out = torch.empty(experts, slab_rows, weight.shape[1], dtype=torch.bfloat16, device=rows.device)
+        if rehearsing():
+            return out
         self.module.fp8_m_grouped_gemm_nt_masked(
             (rows, row_scales.transpose(1, 2)),
             (weight, weight_scales),

@@ -52,6 +52,7 @@ class FastestFp8Runner(DeepGemmRunner):
         return replace(receipt, extra={**receipt.extra, "calls_by_runner": dict(self._taken)})
 
     def _pick(self, rows: ExpertInput) -> str:
+        self._settle()
         if isinstance(rows, ReplicatedRows):
             count = self._spec.local_rows(rows.ids.numel())
         elif isinstance(rows, MaskedRows):
