@@ -12,7 +12,9 @@ import pytest
 from interlock.demo.tiny_tokenizer import tiny_tokenizer, tiny_tokenizer_config
 from interlock.server.app import create_app
 from interlock.server.settings import ServerSettings
+from interlock.server.template_arguments import TemplateArguments
 from interlock.tokenizer import Tokenizer, load_tokenizer
+from interlock.tokenizer.chat_template import ChatTemplates
 from tests.server.conftest import Post
 from tests.server.fake_engine import VOCAB, FakeEngine
 from tests.server.live import live_server
@@ -84,6 +86,25 @@ def test_tools_and_tool_messages(render: Post) -> None:
         'tools=[{"type": "function", "function": {"name": "f"}}];[user]Hi[assistant]<f:5>[tool]7[assistant]'
     )
     assert render(messages=messages, tools=tools) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ '<sep>' + a + '<end>' }}", '<sep>{"x": [1,"é"]}<end>'),
+        ("{{ a }}{{ 'x' ~ a }}", '{"x": [1,"é"]}x{"x": [1,"é"]}'),
+        ("{{ a | tojson }}", '{"x": [1, "é"]}'),
+        ("{% if a is string %}text{% elif a is mapping %}{{ a.x[0] }}{% endif %}", "1"),
+        ("{% for k, v in a|items %}{{ k }}={{ v }}{% endfor %}", "x=[1, 'é']"),
+        ("{% for k in a.keys() %}{{ k }}{% endfor %}", "x"),
+    ],
+)
+def test_templates_may_read_arguments_as_object_or_text(template: str, expected: str) -> None:
+    """G20: DeepSeek's templates add them to a text, Qwen's walk through them."""
+    values = {"x": [1, "é"]}
+    templates = ChatTemplates({"default": "{% set a = messages[0].arguments %}" + template}, {})
+    message = {"arguments": TemplateArguments(values, '{"x": [1,"é"]}')}
+    assert templates.render([message]) == expected
 
 
 def test_generation_prompt_and_continuation(render: Post) -> None:

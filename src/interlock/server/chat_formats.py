@@ -11,7 +11,14 @@ from interlock.server.reasoning import REASONING_FORMATS, ReasoningFormat, reaso
 from interlock.server.settings import ServerSettings
 from interlock.server.tool_parsers import TOOL_PARSERS, tool_parser_for
 from interlock.server.tool_parsers.base import Tool, ToolParser
+from interlock.server.tool_parsers.marked import KimiK2Parser
 from interlock.tokenizer import Tokenizer
+
+
+def _parser_of_vocabulary(tokenizer: Tokenizer) -> type[ToolParser] | None:
+    """Kimi K2's first template shows tools and no calls; the markers are in the vocabulary."""
+    texts = {tokenizer.token_text(token) for token in tokenizer.special_token_ids}
+    return KimiK2Parser if KimiK2Parser.opening in texts else None
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class ChatFormats:
         """The formats of ``tokenizer``'s templates, or those that ``settings`` name."""
         template = tokenizer.chat_template_text
         if settings.tool_call_parser == "auto":
-            parser = tool_parser_for(template)
+            parser = tool_parser_for(template) or _parser_of_vocabulary(tokenizer)
         else:
             parser = TOOL_PARSERS.get(settings.tool_call_parser)
         if settings.reasoning_parser == "auto":

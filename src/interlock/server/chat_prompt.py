@@ -8,6 +8,7 @@ import msgspec
 
 from interlock.server.errors import bad_request
 from interlock.server.protocol import ChatBody, ChatMessage, TemplateBody, TokenizeBody
+from interlock.server.template_arguments import TemplateArguments
 from interlock.tokenizer import Tokenizer
 
 _RESERVED_KWARGS = {
@@ -108,16 +109,19 @@ def _content_text(message: ChatMessage, index: int) -> str:
 
 
 def _template_tool_call(call: dict[str, Any], param: str) -> dict[str, Any]:
-    """Templates expect ``function.arguments`` as an object; the API carries it as a JSON string."""
+    """The API carries ``function.arguments`` as a JSON string; templates want an object, or a text."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad_request(f"{param}.function.name is missing", param=f"{param}.function.name")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
+        text = arguments
         try:
-            arguments = msgspec.json.decode(arguments)
+            arguments = msgspec.json.decode(text)
         except (msgspec.DecodeError, RecursionError) as error:
             raise bad_request(
                 f"{param}.function.arguments is not JSON: {error}", param=f"{param}.function.arguments"
             ) from None
+        if isinstance(arguments, dict):
+            arguments = TemplateArguments(arguments, text)
     return {**call, "function": {**function, "arguments": arguments}}
