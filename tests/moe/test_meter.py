@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given
@@ -83,7 +85,7 @@ def test_a_ranks_share_of_the_tokens(tokens: int, share: int) -> None:
     counted = meter(shares={Phase.PREFILL: 4, Phase.DECODE: 1})
     counted.start()
     counted.begin_step(Phase.PREFILL, tokens)
-    counted.count_step(Phase.DECODE, tokens)
+    counted.count_replay(Phase.DECODE, tokens)
     assert counted.totals[Phase.PREFILL].most_tokens == share
     assert counted.totals[Phase.DECODE].tokens == tokens
 
@@ -93,25 +95,109 @@ def test_a_rank_without_layers_says_nothing_was_received() -> None:
     assert empty.received()[Phase.DECODE].shape == (0, EXPERTS)
 
 
+def test_a_rank_without_captures_counts_replays_as_steps_only() -> None:
+    counted = meter()
+    counted.start()
+    counted.count_replay(Phase.DECODE, 3)
+    assert counted.totals[Phase.DECODE].steps == 1
+    assert not counted.received()[Phase.DECODE].any()
+
+
+@dataclass
+class Graph:
+    """Stands for a captured step: the tensors that it writes at every replay."""
+
+    rows: dict[int, ExpertInput]
+
+    def replay(self, counts: dict[int, list[int]]) -> None:
+        for layer, rows in self.rows.items():
+            if isinstance(rows, ReplicatedRows):
+                lanes = [expert for expert, count in enumerate(counts[layer]) for _ in range(count)]
+                rows.ids.fill_(-1)
+                rows.ids.view(-1)[: len(lanes)] = torch.tensor(lanes)
+            else:
+                rows.counts.copy_(torch.tensor(counts[layer]))
+
+
+def capture(counted: LoadMeter, size: int, *, masked: bool) -> Graph:
+    """Run a step of ``size`` tokens while capturing; its layers have tensors of their own."""
+    graph = Graph({})
+    counted.begin_step(Phase.DECODE, size)
+    for layer in (1, 3):
+        counts = torch.full((EXPERTS,), 77, dtype=torch.int32)
+        ids = torch.full((size, 2), 1)
+        graph.rows[layer] = (
+            MaskedRows(torch.zeros(EXPERTS, size, 2), counts, None)
+            if masked
+            else ReplicatedRows(torch.zeros(size, 2), ids, None)
+        )
+        counted.dispatching()
+        counted.dispatched(layer, graph.rows[layer])
+        counted.combining()
+        counted.combined()
+    return graph
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_replays_of_captured_steps_are_counted_from_what_they_leave(masked: bool) -> None:
+    """The bucket that a batch runs in is the smallest that holds it; only sampled replays are read."""
+    capturing = [False]
+    counted = LoadMeter(
+        EXPERTS, torch.device("cpu"), shares=NO_SHARES, every=2, is_capturing=lambda: capturing[0]
+    )
+    for layer in (3, 1):
+        counted.add_layer(layer)
+    capturing[0] = True
+    graphs = {size: capture(counted, size, masked=masked) for size in (8, 4)}
+    capturing[0] = False
+    counted.start()
+    unread = {1: [2, 2, 2, 2], 3: [2, 2, 2, 2]}
+    replays = [(3, {1: [1, 0, 2, 0], 3: [0, 0, 0, 3]}), (2, unread), (6, {1: [0, 5, 0, 0], 3: [1, 1, 1, 1]})]
+    replays += [(4, unread), (4, {1: [1, 1, 1, 1], 3: [0, 0, 0, 4]})]
+    for live, counts in replays:
+        graphs[4 if live <= 4 else 8].replay(counts)
+        counted.count_replay(Phase.DECODE, live)
+    assert counted.received()[Phase.DECODE].tolist() == [[2, 6, 3, 1], [1, 1, 1, 8]]
+    assert (counted.totals[Phase.DECODE].steps, counted.totals[Phase.DECODE].tokens) == (3, 13)
+    assert counted.totals[Phase.DECODE].dispatch.calls == 0
+
+
+def test_layers_that_share_memory_in_a_capture_are_not_guessed_at() -> None:
+    capturing = [True]
+    counted = LoadMeter(
+        EXPERTS, torch.device("cpu"), shares=NO_SHARES, every=1, is_capturing=lambda: capturing[0]
+    )
+    rows = layouts([1, 0, 2, 0])[2]
+    for layer in (1, 3):
+        counted.add_layer(layer)
+    counted.begin_step(Phase.DECODE, 4)
+    for layer in (1, 3):
+        counted.dispatched(layer, rows)
+    capturing[0] = False
+    counted.start()
+    counted.count_replay(Phase.DECODE, 4)
+    assert not counted.received()[Phase.DECODE].any()
+
+
 @pytest.mark.gpu
-def test_counting_is_part_of_a_captured_graph_and_times_wait_for_nobody() -> None:
-    """On a device: replays count, with the live rows of each; events are read once they are over."""
+def test_replays_of_a_real_graph_and_times_that_wait_for_nobody() -> None:
+    """Nothing is added to the graph; events are read once they are over."""
     device = torch.device("cuda")
     counted = LoadMeter(EXPERTS, device, shares=NO_SHARES, every=1)
     counted.add_layer(0)
-    ids = torch.full((6, 1), -1, device=device)
-    rows = ReplicatedRows(torch.zeros(6, 2, device=device), ids, None)
+    source = torch.full((6, 1), -1, device=device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         counted.begin_step(Phase.DECODE, 6)
+        rows = ReplicatedRows(torch.zeros(6, 2, device=device), source.clone(), None)
         counted.dispatching()
         counted.dispatched(0, rows)
     counted.start()
     for live in (2, 3):
-        ids.fill_(-1)
-        ids[:live] = 1
+        source.fill_(-1)
+        source[:live] = 1
         graph.replay()
-        counted.count_step(Phase.DECODE, live)
+        counted.count_replay(Phase.DECODE, live)
     counted.begin_step(Phase.PREFILL, 6)
     counted.dispatching()
     counted.dispatched(0, rows)

@@ -48,7 +48,7 @@ class LoadReport:
             first_expert=held.start,
             experts=len(held),
             is_slice=context.slice_rank > 0,
-            sample_every=1 if self._runner.device.type == "cuda" else meter.every,
+            sample_every=meter.every,
             prefill=phase_load(Phase.PREFILL, plan.moe_prefill_capacity),
             decode=phase_load(Phase.DECODE, plan.moe_decode_capacity),
             graph_replays=graphs.replays if graphs else 0,

@@ -104,7 +104,7 @@ class ModelRunner:
         """A decode step as a CUDA graph; None where it must run eagerly. See ``DecodeGraphs.replay``."""
         replayed = None if self.graphs is None else self.graphs.replay(arrays, tokens)
         if replayed is not None:
-            self.context.moe.meter.count_step(arrays.phase, arrays.live_tokens)
+            self.context.moe.meter.count_replay(arrays.phase, arrays.live_tokens)
         return replayed
 
     def forward(self, arrays: StepArrays, tokens: torch.Tensor | None = None) -> torch.Tensor:

@@ -7,7 +7,7 @@ Legend: K MoE layers of this rank, L experts of this rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -45,6 +45,26 @@ class PhaseTotals:
     most_tokens: int = 0
     dispatch: Duration = field(default_factory=Duration)
     combine: Duration = field(default_factory=Duration)
+
+
+@dataclass(slots=True)
+class _Captured:
+    """What the layers of one captured step left behind: each replay writes it anew, so it is kept.
+
+    ``arrived``: decoder layer -> local ids of lanes (``are_lanes``), or counts of rows.
+    """
+
+    are_lanes: bool = False
+    arrived: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def keep(self, layer: int, rows: ExpertInput) -> None:
+        self.are_lanes = isinstance(rows, ReplicatedRows)
+        self.arrived[layer] = rows.ids if isinstance(rows, ReplicatedRows) else rows.counts
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every layer has memory of its own; else the last one has overwritten the others."""
+        return len({kept.data_ptr() for kept in self.arrived.values()}) == len(self.arrived)
 
 
 class _Clock(Protocol):
@@ -103,108 +123,144 @@ def _event() -> torch.cuda.Event:
 
 
 class LoadMeter:
-    """Counts for all MoE layers of one rank. Does nothing until ``start``.
+    """Counts for all MoE layers of one rank, one step in ``every``. Does nothing until ``start``.
 
-    On a CPU one step in ``every`` is counted and timed. On a device every step is counted, also one that is
-    replayed as a graph, because the counting is part of what was captured; times are taken in eager steps.
+    A step that is captured as a CUDA graph is not made longer: what its layers received is kept where the
+    graph leaves it, and read after a replay that is to be counted. Times are taken in eager steps only.
 
     Attributes:
         totals: by phase.
     """
 
     def __init__(
-        self, experts: int, device: torch.device, *, shares: Mapping[Phase, int], every: int = SAMPLE_EVERY
+        self,
+        experts: int,
+        device: torch.device,
+        *,
+        shares: Mapping[Phase, int],
+        every: int = SAMPLE_EVERY,
+        is_capturing: Callable[[], bool] | None = None,
     ) -> None:
         """
         Args:
             experts: L.
             shares: over how many ranks the tokens of a replica are spread before they are dispatched.
+            is_capturing: whether the device's work is being captured now; by default the device is asked.
         """
+        on_device = device.type == "cuda"
         self.every = every
         self.totals: Mapping[Phase, PhaseTotals] = {phase: PhaseTotals() for phase in _PHASES}
         self._experts = experts
         self._shares = shares
         self._device = device
-        self._on_device = device.type == "cuda"
-        self._clock: _Clock = _DeviceClock() if self._on_device else _HostClock()
-        self._rows: dict[int, torch.Tensor] = {}
+        self._on_device = on_device
+        self._is_capturing = is_capturing or (torch.cuda.is_current_stream_capturing if on_device else _never)
+        self._clock: _Clock = _DeviceClock() if on_device else _HostClock()
+        self._layers: list[int] = []
+        self._row_of: dict[int, int] = {}
+        self._rows = torch.zeros(0)
+        self._captured: dict[int, _Captured] = {}
+        self._capture: _Captured | None = None
         self._steps = 0
         self._started = False
-        self._counts = False
-        self._times = False
+        self._sampled = False
         self._phase = Phase.PREFILL
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Decoder layers with experts, ascending."""
-        return tuple(sorted(self._rows))
+        return tuple(sorted(self._layers))
 
     def add_layer(self, layer: int) -> None:
-        """Count for decoder layer ``layer`` too."""
-        shape = (len(_PHASES), self._experts + 1)
-        self._rows[layer] = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        """Count for decoder layer ``layer`` too; before ``start``."""
+        self._layers.append(layer)
 
     def start(self) -> None:
-        """Forget the warm-up and count from now on."""
+        """The warm-up is over: count from now on."""
         self._started = True
-        for rows in self._rows.values():
-            rows.zero_()
+        self._row_of = {layer: row for row, layer in enumerate(self.layers)}
+        shape = (len(self._layers), len(_PHASES), self._experts + 1)
+        self._rows = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        self._captured = {size: one for size, one in self._captured.items() if one.is_whole}
 
     def begin_step(self, phase: Phase, tokens: int) -> None:
-        """A step is about to run; ``tokens`` are those of this replica."""
+        """A step is about to run, or to be captured; ``tokens`` are those of this replica."""
         self._phase = phase
-        if self._on_device and torch.cuda.is_current_stream_capturing():
-            self._counts, self._times = True, False
+        self._sampled, self._capture = False, None
+        if self._is_capturing():
+            self._capture = self._captured[tokens] = _Captured()
+        elif self._next_is_sampled():
+            self._sampled = True
+            self._note_step(phase, tokens)
+
+    def count_replay(self, phase: Phase, tokens: int) -> None:
+        """The smallest captured step that holds ``tokens`` was replayed with so many."""
+        if not self._next_is_sampled():
             return
+        self._note_step(phase, tokens)
+        size = min((size for size in self._captured if size >= tokens), default=None)
+        if size is not None and self._captured[size].arrived:
+            self._count_captured(phase, self._captured[size])
+
+    def dispatching(self) -> None:
+        if self._sampled:
+            self._clock.begin()
+
+    def dispatched(self, layer: int, rows: ExpertInput) -> None:
+        """``rows`` arrived in decoder layer ``layer``."""
+        if self._sampled:
+            self._clock.end(self.totals[self._phase].dispatch)
+            self._count(layer, rows)
+        elif self._capture is not None:
+            self._capture.keep(layer, rows)
+
+    def combining(self) -> None:
+        if self._sampled:
+            self._clock.begin()
+
+    def combined(self) -> None:
+        if self._sampled:
+            self._clock.end(self.totals[self._phase].combine)
+
+    def received(self) -> dict[Phase, torch.Tensor]:
+        """Rows that each local expert received in counted steps: int64 [K, L] on the host, by phase."""
+        self._clock.settle()
+        if not self._layers:
+            return dict.fromkeys(_PHASES, torch.zeros(0, self._experts, dtype=torch.int64))
+        rows = self._rows.cpu()[:, :, 1:]
+        return {phase: rows[:, index].contiguous() for index, phase in enumerate(_PHASES)}
+
+    def _next_is_sampled(self) -> bool:
         sampled = self._started and self._steps % self.every == 0
         self._steps += self._started
-        self._counts = sampled or (self._started and self._on_device)
-        self._times = sampled
-        if self._counts:
-            self.count_step(phase, tokens)
+        return sampled
 
-    def count_step(self, phase: Phase, tokens: int) -> None:
-        """A step that is counted: an eager one, or a captured one that is replayed."""
+    def _note_step(self, phase: Phase, tokens: int) -> None:
         totals = self.totals[phase]
         tokens = -(-tokens // self._shares[phase])
         totals.steps += 1
         totals.tokens += tokens
         totals.most_tokens = max(totals.most_tokens, tokens)
 
-    def dispatching(self) -> None:
-        if self._times:
-            self._clock.begin()
-
-    def dispatched(self, layer: int, rows: ExpertInput) -> None:
-        """``rows`` arrived in decoder layer ``layer``."""
-        if self._times:
-            self._clock.end(self.totals[self._phase].dispatch)
-        if self._counts:
-            self._count(layer, rows)
-
-    def combining(self) -> None:
-        if self._times:
-            self._clock.begin()
-
-    def combined(self) -> None:
-        if self._times:
-            self._clock.end(self.totals[self._phase].combine)
-
-    def received(self) -> dict[Phase, torch.Tensor]:
-        """Rows that each local expert received in counted steps: int64 [K, L] on the host, by phase."""
-        self._clock.settle()
-        layers = self.layers
-        if not layers:
-            empty = torch.zeros(0, self._experts, dtype=torch.int64)
-            return dict.fromkeys(_PHASES, empty)
-        rows = torch.stack([self._rows[layer] for layer in layers]).cpu()[:, :, 1:]
-        return {phase: rows[:, index].contiguous() for index, phase in enumerate(_PHASES)}
-
     def _count(self, layer: int, rows: ExpertInput) -> None:
-        own = self._rows[layer][_PHASES.index(self._phase)]
+        own = self._rows[self._row_of[layer], _PHASES.index(self._phase)]
         if not isinstance(rows, ReplicatedRows):
             own[1:] += rows.counts
         elif self._on_device:
             add_lane_counts(rows.ids, own)
         else:
             own[1:] += count_lanes(rows.ids, self._experts)
+
+    def _count_captured(self, phase: Phase, captured: _Captured) -> None:
+        """A handful of launches for all layers together."""
+        arrived = torch.stack([captured.arrived[layer] for layer in self.layers])
+        own = self._rows[:, _PHASES.index(phase)]
+        if captured.are_lanes:
+            lanes = arrived.flatten(1).to(torch.int64) + 1
+            own.scatter_add_(1, lanes, torch.ones_like(lanes))
+        else:
+            own[:, 1:] += arrived
+
+
+def _never() -> bool:
+    return False
