@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.processes import Served, serving
 
 BASE = ("--threads", "1", "--kv-memory", "64MiB", "--dtype", "float32", "--max-model-len", "1024")
-FLAGS = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--served-model-name", "tiny-random")
+FLAGS = ("--tool-call-parser", "hermes", "--served-model-name", "tiny-random")
 
 
 @pytest.fixture(scope="session")

@@ -41,8 +41,7 @@ class Walker:
         self._bits = TokenBits(self.vocabulary.texts())
 
     def state(self, spec: GrammarSpec) -> GrammarState:
-        is_json = spec.kind in ("json_schema", "structural_tag")
-        return GrammarState(Compiled(self.compiler.compile(spec), self._bits, is_json=is_json))
+        return GrammarState(Compiled(self.compiler.compile(spec), self._bits, is_json=spec.bounds_strings))
 
     def answers(self, spec: GrammarSpec, seeds: range, *, limit: int = 3000) -> Iterator[str]:
         """One finished answer for each seed, as text, without those longer than ``limit`` tokens."""

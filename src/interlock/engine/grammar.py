@@ -216,5 +216,4 @@ class GrammarGate:
         bits = self._bits.get(spec.markers)
         if bits is None:
             bits = self._bits[spec.markers] = TokenBits(compiler.vocabulary.texts(spec.markers))
-        is_json = spec.kind in ("json_schema", "structural_tag")
-        return Compiled(compiler.compile(spec), bits, is_json=is_json)
+        return Compiled(compiler.compile(spec), bits, is_json=spec.bounds_strings)

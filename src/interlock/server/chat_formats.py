@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from interlock.server.chat_output import OutputFormat
-from interlock.server.errors import bad_request
 from interlock.server.reasoning import REASONING_FORMATS, ReasoningFormat, reasoning_format_for
 from interlock.server.settings import ServerSettings
 from interlock.server.tool_parsers import TOOL_PARSERS, tool_parser_for
 from interlock.server.tool_parsers.base import Tool, ToolParser
 from interlock.server.tool_parsers.marked import KimiK2Parser
+from interlock.structured.forms import after_reasoning
+from interlock.structured.spec import GrammarSpec
 from interlock.tokenizer import Tokenizer
 
 
@@ -26,14 +29,12 @@ class ChatFormats:
     """Attributes:
     parser, reasoning: None where the model writes none that is known.
     markers: special tokens of both formats, which must not be left out of the text.
-    call_markers: those of tool calls.
     reasoning_end: the token that ends the reasoning, None where it is no single token.
     """
 
     parser: type[ToolParser] | None
     reasoning: ReasoningFormat | None
     markers: frozenset[int]
-    call_markers: tuple[int, ...]
     reasoning_end: int | None
 
     @classmethod
@@ -57,7 +58,6 @@ class ChatFormats:
             parser=parser,
             reasoning=reasoning,
             markers=frozenset(calls + thoughts),
-            call_markers=tuple(sorted(set(calls))),
             reasoning_end=end[0] if len(end) == 1 else None,
         )
 
@@ -80,19 +80,18 @@ class ChatFormats:
             single_call=single_call,
         )
 
-    def constraint_start(self, prompt: str, param: str) -> int | None:
-        """The token after which a constraint of the answer begins: the end of reasoning that ``prompt`` has
-        opened, else None for the first token.
+    def constrained(self, spec: GrammarSpec, prompt: str) -> GrammarSpec:
+        """``spec`` for the answer to ``prompt``, leaving the reasoning before it free.
 
-        Raises:
-            ApiError: 400, the end of the reasoning is no token of its own.
+        Where the prompt ends inside the reasoning, the constraint begins after the token that ends it; where
+        the model may begin one, a reasoning is part of the grammar.
         """
-        if self.reasoning is None or not self.reasoning.starts_inside(prompt):
-            return None
-        if self.reasoning_end is None:
-            raise bad_request(
-                f"{param}: the prompt ends inside the model's reasoning, whose end is no single token; turn "
-                "the reasoning off (chat_template_kwargs)",
-                param=param,
-            )
-        return self.reasoning_end
+        form = self.reasoning
+        if form is not None and form.starts_inside(prompt) and self.reasoning_end is not None:
+            spec = msgspec.structs.replace(spec, after_token=self.reasoning_end)
+        elif form is not None and not form.is_over(prompt):
+            inside = form.starts_inside(prompt)
+            spec = after_reasoning(spec, "" if inside else form.opening, form.closing)
+        if spec.kind == "structural_tag":
+            spec = msgspec.structs.replace(spec, markers=tuple(sorted(self.markers)))
+        return spec

@@ -5,8 +5,6 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 
-import msgspec
-
 from interlock.engine.messages import SamplingParams
 from interlock.server.chat_output import OutputFormat
 from interlock.server.chat_prompt import render_chat
@@ -85,12 +83,8 @@ async def prepare_chat(
 
 
 async def _grammar(wish: Wish, prompt: str, context: ServerContext) -> GrammarSpec:
-    """The constraint of an answer to ``prompt``, from its first token or after the reasoning it begins in."""
-    formats = context.chat_formats
-    after = formats.constraint_start(prompt, wish[0])
-    markers = formats.call_markers if wish[1].kind == "structural_tag" else ()
-    spec = msgspec.structs.replace(wish[1], markers=markers, after_token=after)
-    return await checked((wish[0], spec), context)
+    """The constraint of an answer to ``prompt``, after the reasoning that may come first."""
+    return await checked((wish[0], context.chat_formats.constrained(wish[1], prompt)), context)
 
 
 def _sampling(body: ChatBody, context: ServerContext, prompt: Prompt) -> SamplingParams:

@@ -28,6 +28,10 @@ class ReasoningFormat:
         ends_closed = closed >= 0 and prompt[closed + len(self.closing) :].strip() == ""
         return self.implied and not ends_closed
 
+    def is_over(self, prompt: str) -> bool:
+        """Whether ``prompt`` ends right after a reasoning, so that the answer has none."""
+        return prompt.rstrip().endswith(self.closing)
+
 
 THINK = ReasoningFormat("<think>", "</think>")
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {

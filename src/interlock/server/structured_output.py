@@ -56,22 +56,6 @@ async def checked(wish: Wish, context: ServerContext) -> GrammarSpec:
     return spec
 
 
-def either(answer: GrammarSpec, calls: GrammarSpec) -> GrammarSpec:
-    """A grammar of an answer or tool calls, whichever the model chooses."""
-    match answer.kind:
-        case "json_schema":
-            form: dict[str, Any] = {"type": "json_schema", "json_schema": json.loads(answer.text)}
-        case "regex":
-            form = {"type": "regex", "pattern": answer.text}
-        case "ebnf":
-            form = {"type": "grammar", "grammar": answer.text}
-        case "structural_tag":
-            form = json.loads(answer.text)["format"]
-    both = {"type": "or", "elements": [form, json.loads(calls.text)["format"]]}
-    text = json.dumps({"type": "structural_tag", "format": both}, ensure_ascii=False)
-    return GrammarSpec(kind="structural_tag", text=text)
-
-
 def schema_text(schema: object, param: str) -> str:
     """A JSON schema in the form that is compiled. Raises ApiError (400) for one that cannot be enforced."""
     try:

@@ -9,8 +9,9 @@ from typing import Any
 
 from interlock.server.errors import bad_request
 from interlock.server.protocol import ChatBody, NamedToolChoice
-from interlock.server.structured_output import Wish, either, schema_text, wished_grammar
+from interlock.server.structured_output import Wish, schema_text, wished_grammar
 from interlock.server.tool_parsers.base import Tool, ToolParser, among_text
+from interlock.structured.forms import either
 from interlock.structured.spec import GrammarSpec
 
 MAX_TOOLS = 512

@@ -26,6 +26,11 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     after_token: int | None = None
 
     @property
+    def bounds_strings(self) -> bool:
+        """Whether JSON strings have lengths: their grammar lets control characters through."""
+        return self.kind in ("json_schema", "structural_tag") and 'Length"' in self.text
+
+    @property
     def key(self) -> bytes:
         """Names the compiled grammar: equal for specs that compile to the same one."""
         source = f"{self.kind}\0{self.markers}\0{self.text}"
