@@ -71,6 +71,11 @@ def make_plan(card: ModelCard, **overrides: Any) -> LaunchPlan:
         "max_waiting_requests": 0,
         "request_timeout": 0.0,
         "max_request_bytes": 1 << 24,
+        "disaggregation_mode": "none",
+        "disaggregation_transfer_backend": "",
+        "disaggregation_bootstrap_port": 0,
+        "disaggregation_timeout": 0.0,
+        "disaggregation_queue_timeout": 0.0,
         "memory": MemoryEstimate(
             weights=0, kv_full=0, kv_window=0, a2a_buffers=0, activations=0, available=1 << 34
         ),

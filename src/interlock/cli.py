@@ -256,8 +256,11 @@ def _facts(path: str | None) -> MachineFacts:
 
     if path is not None:
         return load_facts(path)
-    packages = Declarations.registered().packages()
-    return probe(packages=packages, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    declared = Declarations.registered()
+    packages, libraries = declared.packages(), declared.libraries()
+    return probe(
+        packages=packages, libraries=libraries, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
 
 
 def _launcher(options: Options) -> Launcher | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from interlock.errors import Refusal
+from interlock.plan.disaggregation import transfer_problem
 from interlock.plan.facts import MachineFacts
 from interlock.plan.join import Declarations
 from interlock.plan.kernel_choice import default_kernels
@@ -21,22 +22,27 @@ def show(facts: MachineFacts, *, device: str | None, as_json: bool) -> int:
     if as_json:
         import msgspec
 
-        content = {"device": device, "combinations": cells, "broken": broken()}
+        transfers = [
+            {"backend": name, "summary": each.summary, "problem": transfer_problem(each, facts, device)}
+            for name, each in declared.transfers.items()
+        ]
+        content = {"device": device, "combinations": cells, "transfers": transfers, "broken": broken()}
         print(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
         return 0
-    _print(declared, cells, device)
+    _print(declared, cells, device, facts)
     return 0
 
 
 def broken() -> dict[str, str]:
     """Plugins that are registered but cannot be used, with the reason."""
+    from interlock.kv.transfer.registry import transfer_backends
     from interlock.moe.a2a.registry import a2a_backends
     from interlock.moe.experts.registry import expert_runners
 
-    return {**a2a_backends().broken, **expert_runners().broken}
+    return {**a2a_backends().broken, **expert_runners().broken, **transfer_backends().broken}
 
 
-def _print(declared: Declarations, cells: list[Cell], device: str) -> None:
+def _print(declared: Declarations, cells: list[Cell], device: str, facts: MachineFacts) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -53,6 +59,13 @@ def _print(declared: Declarations, cells: list[Cell], device: str) -> None:
         console = Console(width=180)
     console.print(names)
     console.print(table)
+    moves = Table(title="Between prefill and decode servers", title_justify="left", box=None)
+    for column in ("transfer", "", "pages"):
+        moves.add_column(column, overflow="fold")
+    for name, transfer in declared.transfers.items():
+        problem = transfer_problem(transfer, facts, device)
+        moves.add_row(name, "ready" if problem is None else f"no: {problem}", transfer.summary)
+    console.print(moves)
     for name, reason in broken().items():
         console.print(f"broken plugin {name}: {reason}", style="red", markup=False)
 

@@ -60,6 +60,7 @@ class Section(Enum):
     PARALLEL = "Parallelism"
     EXPERTS = "Experts"
     MEMORY = "Batching and memory"
+    DISAGGREGATION = "Prefill/decode disaggregation"
     SERVER = "Server"
 
 

@@ -18,6 +18,7 @@ from interlock.option_kinds import AUTO, Auto, Kind, Option, Secret, Section, Va
 
 MODEL, DEVICE, PARALLEL = Section.MODEL, Section.DEVICE, Section.PARALLEL
 EXPERTS, MEMORY, SERVER = Section.EXPERTS, Section.MEMORY, Section.SERVER
+DISAGGREGATION = Section.DISAGGREGATION
 
 
 def _a2a_names() -> tuple[str, ...]:
@@ -30,6 +31,18 @@ def _broken_a2a() -> Mapping[str, str]:
     from interlock.moe.a2a.registry import a2a_backends
 
     return a2a_backends().broken
+
+
+def _transfer_names() -> tuple[str, ...]:
+    from interlock.kv.transfer.registry import transfer_backends
+
+    return tuple(sorted(transfer_backends().entries))
+
+
+def _broken_transfers() -> Mapping[str, str]:
+    from interlock.kv.transfer.registry import transfer_backends
+
+    return transfer_backends().broken
 
 
 def _broken_runners() -> Mapping[str, str]:
@@ -201,6 +214,31 @@ _DEFINITIONS: Final = (
         "prefix_cache", Kind.SWITCH, True, MEMORY, items=("prefix_cache",),
         help="keep the KV of finished prompts for requests that begin the same way",
         peers=("enable-prefix-caching", "disable-radix-cache", "disable-prefix-cache", "radix-cache"),
+    ),
+    Option(
+        "disaggregation_mode", Kind.CHOICE, "none", DISAGGREGATION, items=("disaggregation_mode",),
+        choices=("none", "prefill", "decode"),
+        help="prefill computes prompts and hands them to a decode server; none does both",
+    ),
+    Option(
+        "disaggregation_transfer_backend", Kind.CHOICE, AUTO, DISAGGREGATION,
+        items=("disaggregation_transfer_backend",), choices=_transfer_names, broken=_broken_transfers,
+        help="how keys and values reach the decode server; auto takes the fastest one that is ready here",
+    ),
+    Option(
+        "disaggregation_bootstrap_port", Kind.INTEGER, AUTO, DISAGGREGATION,
+        items=("disaggregation_bootstrap_port",), minimum=1,
+        help="port of a prefill server where decode servers reach it; auto is 8998",
+    ),
+    Option(
+        "disaggregation_timeout", Kind.NUMBER, AUTO, DISAGGREGATION, items=("disaggregation_timeout",),
+        minimum=0.1,
+        help="seconds to wait for what the other server does at once; auto is 30",
+    ),
+    Option(
+        "disaggregation_queue_timeout", Kind.NUMBER, AUTO, DISAGGREGATION,
+        items=("disaggregation_queue_timeout",), minimum=0.1,
+        help="seconds to wait for what has to take its turn at either server; auto is 300",
     ),
     Option(
         "served_model_name", Kind.TEXT, AUTO, SERVER, items=("served_model_name",), engine=False,

@@ -1,7 +1,7 @@
 """No option is inert: each one is given a value that is not its default, and is seen to have it.
 
 ``PROOFS`` has an entry for every option; a test fails when one is missing. Most are seen in the receipts of
-three servers, which are started once; some by what a client sees; those that this machine cannot run by
+four servers, which are started once; some by what a client sees; those that this machine cannot run by
 their refusal.
 """
 
@@ -39,7 +39,8 @@ class Launches:
 
     def get(self, name: str) -> Served:
         if name not in self._started:
-            self._started[name] = {"one": self._one, "two": self._two, "nodes": self._nodes}[name]()
+            makers = {"one": self._one, "two": self._two, "nodes": self._nodes, "prefill": self._prefill}
+            self._started[name] = makers[name]()
         return self._started[name]
 
     def port(self, name: str) -> int:
@@ -79,6 +80,15 @@ class Launches:
             *("--chunked-prefill-size", 128, "--max-running-requests", 16, "--qkv-layout", "chunked"),
             *("--kv-memory", "32MiB", "--max-model-len", 128, "--api-key-file", secret, "--port", 0),
             *("--log-format", "json"),
+        )
+        return Served(process, process.wait_for(READY)[1])
+
+    def _prefill(self) -> Served:
+        process = self._run(
+            *("tiny-random", "--disaggregation-mode", "prefill", "--kv-memory", "32MiB", "--threads", 1),
+            *("--disaggregation-transfer-backend", "shared_memory", "--disaggregation-timeout", 7),
+            *("--disaggregation-bootstrap-port", self.port("bootstrap")),
+            *("--disaggregation-queue-timeout", 77, "--api-key", KEY, "--port", 0),
         )
         return Served(process, process.wait_for(READY)[1])
 
@@ -289,8 +299,19 @@ def prove_max_request_bytes(launches: Launches) -> None:
     assert "65536" in answer.json()["error"]["message"]
 
 
+def prove_bootstrap_port(launches: Launches) -> None:
+    receipt("prefill", "disaggregation_bootstrap_port", launches.port("bootstrap"))(launches)
+
+
 PROOFS: Final[Mapping[str, Proof]] = MappingProxyType(
     {
+        "disaggregation_mode": receipt("prefill", "disaggregation_mode", "prefill"),
+        "disaggregation_transfer_backend": receipt(
+            "prefill", "disaggregation_transfer_backend", "shared_memory"
+        ),
+        "disaggregation_bootstrap_port": prove_bootstrap_port,
+        "disaggregation_timeout": receipt("prefill", "disaggregation_timeout", 7),
+        "disaggregation_queue_timeout": receipt("prefill", "disaggregation_queue_timeout", 77),
         "model": prove_model,
         "demo_source": refused(
             *("tiny-random", "--demo-source", "x.gguf"), words="--demo-source x.gguf: only the model demo"

@@ -16,7 +16,11 @@ from interlock.plan.resolve import resolve
 from tests.plan.machines import dense_card, machine, tiny_card
 
 PLAN = resolve(
-    Options.of(model="m", tp_size=4, attn_dp_size=2, moe_a2a_backend="collective"), tiny_card(), machine()
+    Options.of(
+        model="m", tp_size=4, attn_dp_size=2, moe_a2a_backend="collective", disaggregation_mode="prefill"
+    ),
+    tiny_card(),
+    machine(),
 )
 
 

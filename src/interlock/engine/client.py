@@ -13,6 +13,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from interlock.engine.disaggregation.wire import replica_of
 from interlock.engine.endpoints import (
     Endpoints,
     Place,
@@ -146,6 +147,8 @@ class Engine:
         if request.request_id in self._queues:
             raise RequestError(f"a request with the id {request.request_id!r} is still running")
         queue: asyncio.Queue[TokenDelta | EngineDeadError] = asyncio.Queue()
+        if replica is None and request.meeting and self.plan.disaggregation_mode == "prefill":
+            replica = replica_of((request.meeting.room, request.meeting.choice), len(self._load))
         if replica is None:
             replica = min(range(len(self._load)), key=self._load.__getitem__)
         self._queues[request.request_id] = queue

@@ -21,7 +21,7 @@ from interlock.engine.step_buffers import Space, StepBuffers
 from interlock.engine.upload import upload
 from interlock.engine.warm_up import warm_up_phases
 from interlock.kernels.registry import get_kernels
-from interlock.kv.cache import KVCache, allocate
+from interlock.kv.cache import KVCache, Storage, allocate
 from interlock.models.registry import model_families
 from interlock.moe.build import build_moe_context
 from interlock.nn.context import ModelContext
@@ -58,12 +58,12 @@ class ModelRunner:
         self.cache: KVCache | None = None
         self.graphs: DecodeGraphs | None = None
 
-    def load(self) -> None:
-        """Read or make the weights, then reserve the KV pools."""
+    def load(self, storage: Storage | None = None) -> None:
+        """Read or make the weights, then reserve the KV pools, in ``storage`` where one is given."""
         with closing(open_checkpoint(self.plan)) as source:
             self.source = source
             self.model.load(source)
-        self.cache = allocate(self.plan, self.device)
+        self.cache = allocate(self.plan, self.device, storage)
 
     def warm_up(self) -> None:
         """Run one step of each phase through every layer; writes only to pages that nobody owns yet.

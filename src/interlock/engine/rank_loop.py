@@ -16,6 +16,7 @@ import torch
 import zmq
 
 from interlock.engine.batch import Batch, decode_arrays, encode_arrays
+from interlock.engine.disaggregation.role import AggregatedRole, Role
 from interlock.engine.execution import StepExecutor
 from interlock.engine.grammar import GrammarGate
 from interlock.engine.heartbeat import Activity
@@ -40,6 +41,8 @@ from interlock.parallel.group import Group
 
 IDLE_POLL_MS = 500
 HELD_POLL_MS = 2
+PEER_POLL_MS = 20
+"""While idle, where another server may give one replica work that the others do not hear of."""
 FIRST_FRAME_BYTES = 8192
 _LENGTH = struct.Struct("<q")
 _STOP, _TICK = -1, -2
@@ -145,6 +148,7 @@ class LeaderLoop:
         replicas: Group,
         scheduler: Scheduler,
         gate: GrammarGate,
+        role: Role,
     ) -> None:
         self._runner = runner
         self._channel = channel
@@ -154,6 +158,9 @@ class LeaderLoop:
         self._replicas = replicas
         self._scheduler = scheduler
         self._gate = gate
+        self._role = role
+        is_alone = isinstance(role, AggregatedRole) or replicas.size == 1
+        self._idle_poll_ms = IDLE_POLL_MS if is_alone else PEER_POLL_MS
         self._executor = StepExecutor(runner)
         self.overlaps = runner.plan.overlap_schedule
         self._in_flight: _Flight | None = None
@@ -210,7 +217,7 @@ class LeaderLoop:
         self._land(flight)
 
     def _land(self, flight: _Flight) -> None:
-        deltas = self._scheduler.commit(flight.batch, flight.step.result())
+        deltas = self._role.collect(self._scheduler.commit(flight.batch, flight.step.result()))
         self._report(self._early + deltas, self._record(flight) if self._records_steps else None)
         self._early = []
         self._turn_begun = time.monotonic()
@@ -251,15 +258,16 @@ class LeaderLoop:
         every_replica_was_idle = self._last_phase is None
         if every_replica_was_idle and not self._scheduler.has_work and not self._early:
             self._activity.enter("idle")
-            self._inputs.poll(HELD_POLL_MS if len(self._gate) else IDLE_POLL_MS)
+            self._inputs.poll(HELD_POLL_MS if len(self._gate) else self._idle_poll_ms)
             self._turn_begun = time.monotonic()
         self._release_held()
         while True:
             try:
                 message = self._inputs.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             self._handle(self._decoder.decode(message))
+        self._early += self._role.turn()
 
     def _release_held(self) -> None:
         """Queue the requests whose grammars are compiled by now."""
@@ -270,7 +278,7 @@ class LeaderLoop:
                     TokenDelta(request_id=name, finish_reason="error", error=grammar, refused=True)
                 )
             else:
-                self._early += self._scheduler.add(message, grammar=grammar)
+                self._early += self._role.add(message, grammar)
 
     def _add(self, message: AddRequest) -> None:
         grammar = None
@@ -278,7 +286,7 @@ class LeaderLoop:
             grammar = self._gate.take(message)
             if grammar is None:
                 return
-        self._early += self._scheduler.add(message, grammar=grammar)
+        self._early += self._role.add(message, grammar)
 
     def _handle(self, message: ToEngine) -> None:
         match message:
@@ -289,7 +297,8 @@ class LeaderLoop:
                 if self._gate.drop(name):
                     self._early.append(TokenDelta(request_id=name, finish_reason="abort"))
                 else:
-                    self._early += self._scheduler.abort(name)
+                    told = self._role.abort(name)
+                    self._early += self._scheduler.abort(name) if told is None else told
             case FlushCache():
                 self._scheduler.flush_cache()
             case Shutdown():

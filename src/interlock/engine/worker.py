@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import zmq
 
+from interlock.engine.disaggregation.start import bind_waker, rank_part, wake_message
 from interlock.engine.endpoints import Endpoints, Linked, RankSpec
 from interlock.engine.grammar import GrammarGate
 from interlock.engine.heartbeat import Activity, heartbeat, watch_launcher
@@ -144,6 +145,7 @@ class _Rank:
         is_leader = groups.attn_tp.rank == 0
         self._scheduler = Scheduler(spec.plan, replica=groups.attn_dp.rank) if is_leader else None
         self._gate = GrammarGate(spec.plan)
+        self._part = rank_part(spec.plan, groups)
 
     def run(
         self, context: zmq.Context[zmq.Socket[bytes]], endpoints: Endpoints, outputs: zmq.Socket[bytes]
@@ -151,7 +153,9 @@ class _Rank:
         try:
             if self._scheduler is not None:
                 self._gate.prepare()
-            self._runner.load()
+            self._runner.load(self._part.storage)
+            assert self._runner.cache is not None
+            self._part.register(self._runner.cache)
             self._rendezvous.wait_for_all("loaded")
             if self._spec.plan.kernels == "torch":
                 torch.set_num_threads(self._spec.plan.threads)
@@ -160,32 +164,48 @@ class _Rank:
             self._activity.report = LoadReport(self._runner)
             channel = StepChannel(self._groups.attn_tp)
             if self._scheduler is None:
+                self._part.start(None, lambda: None)
                 self._say_ready(outputs, {})
                 FollowerLoop(self._runner, channel, self._activity).run()
                 return
-            inputs = context.socket(zmq.PULL)
-            inputs.setsockopt(zmq.LINGER, 0)
-            inputs.connect(endpoints.inputs[self._groups.attn_dp.rank])
-            try:
-                loop = LeaderLoop(
-                    self._runner,
-                    channel,
-                    self._activity,
-                    inputs,
-                    outputs,
-                    self._groups.attn_dp,
-                    self._scheduler,
-                    self._gate,
-                )
-                self._say_ready(
-                    outputs, {**observe_scheduler(self._scheduler), "overlap_schedule": loop.overlaps}
-                )
-                loop.run()
-            finally:
-                inputs.close()
+            self._lead(self._scheduler, channel, context, endpoints, outputs)
         finally:
             self._gate.close()
+            self._part.close()
             self._runner.close()
+
+    def _lead(
+        self,
+        scheduler: Scheduler,
+        channel: StepChannel,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoints: Endpoints,
+        outputs: zmq.Socket[bytes],
+    ) -> None:
+        inputs = context.socket(zmq.PULL)
+        inputs.setsockopt(zmq.LINGER, 0)
+        inputs.connect(endpoints.inputs[self._groups.attn_dp.rank])
+        waker, wake = bind_waker(context, inputs), wake_message()
+        try:
+            role = self._part.start(scheduler, lambda: waker.send(wake))
+            assert role is not None, "a leader has a role"
+            loop = LeaderLoop(
+                self._runner,
+                channel,
+                self._activity,
+                inputs,
+                outputs,
+                self._groups.attn_dp,
+                scheduler,
+                self._gate,
+                role,
+            )
+            self._say_ready(outputs, {**observe_scheduler(scheduler), "overlap_schedule": loop.overlaps})
+            loop.run()
+        finally:
+            self._part.close()
+            waker.close()
+            inputs.close()
 
     def _say_ready(self, outputs: zmq.Socket[bytes], of_leader: dict[str, object]) -> None:
         receipts = {**self._receipts(), **of_leader}
@@ -195,6 +215,7 @@ class _Rank:
         per_node = self._spec.ranks_on_node
         return {
             **self._runner.receipts(),
+            **self._part.observed(),
             "stall_timeout": self._rendezvous.timeout,
             "nnodes": self._groups.world.size // per_node,
             "node_rank": self._spec.rank // per_node,

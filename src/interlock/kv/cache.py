@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,8 @@ from interlock.plan.card import AttentionCard
 from interlock.plan.launch_plan import LaunchPlan
 
 CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+
+Storage = Callable[[Sequence[int]], list[torch.Tensor]]
 
 
 def cache_dtype_name(dtype: torch.dtype) -> str:
@@ -31,6 +34,10 @@ class KVCache:
     """Keys and values of all layers held by this rank."""
 
     layers: tuple[LayerCache, ...]
+
+    def buffers(self) -> list[torch.Tensor]:
+        """k and v of each layer as flat uint8 views, in that order."""
+        return [each.view(torch.uint8).view(-1) for layer in self.layers for each in (layer.k, layer.v)]
 
     @property
     def nbytes(self) -> int:
@@ -70,8 +77,11 @@ def layer_shapes(plan: LaunchPlan) -> list[tuple[tuple[int, ...], tuple[int, ...
     return shapes
 
 
-def allocate(plan: LaunchPlan, device: torch.device | str) -> KVCache:
+def allocate(plan: LaunchPlan, device: torch.device | str, storage: Storage | None = None) -> KVCache:
     """Allocate the cache of one rank, zero-filled so that no unwritten row can hold a NaN.
+
+    Args:
+        storage: gives zero-filled uint8 buffers of given sizes; by default they are plain memory.
 
     Raises:
         StartupError: the dtype is unknown, a size is not positive, or the bytes exceed what is available.
@@ -88,11 +98,10 @@ def allocate(plan: LaunchPlan, device: torch.device | str) -> KVCache:
             f"the key-value cache needs {needed} bytes and {available} are available; "
             "lower --max-model-len or --max-running-requests"
         )
-    return KVCache(
-        tuple(
-            LayerCache(
-                k=torch.zeros(k, dtype=dtype, device=device), v=torch.zeros(v, dtype=dtype, device=device)
-            )
-            for k, v in shapes
-        )
-    )
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape in rows]
+    if storage is None:
+        buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+    else:
+        buffers = storage(sizes)
+    tensors = [buffer.view(dtype).view(shape) for buffer, shape in zip(buffers, rows, strict=True)]
+    return KVCache(tuple(LayerCache(k=k, v=v) for k, v in zip(tensors[::2], tensors[1::2], strict=True)))

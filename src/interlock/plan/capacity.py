@@ -19,6 +19,10 @@ from interlock.plan.topology import World
 
 DEFAULT_CHUNK: Final = {"cpu": 512, "cuda": 8192}
 DEFAULT_RUNNING: Final = {"cpu": 64, "cuda": 256}
+RETRACTED_CHUNK: Final = {"cpu": 64, "cuda": 512}
+"""Chunk of a decode server, which computes prompts only of requests that it had to retract."""
+PROOF_REQUESTS: Final = 4
+"""Decode batch of a prefill server: the warm-up, which shows that the backend in use is the planned one."""
 DRAFT_TOKENS: Final = 1
 """Tokens that a running request adds to a decode step; more than one with speculative decoding."""
 
@@ -34,15 +38,22 @@ class Limits:
     decode_capacity: Decided[int]
 
 
-def decide_limits(options: Options, world: World, experts: Experts, device: str) -> Limits:
-    """Limits that fit each other; a chunk or a batch larger than a given T is refused."""
+def decide_limits(
+    options: Options, world: World, experts: Experts, device: str, mode: str = "none"
+) -> Limits:
+    """Limits that fit each other; a chunk or a batch larger than a given T is refused.
+
+    Args:
+        mode: of disaggregation; each role plans little for the phase that it does not serve.
+    """
     page = integer(options, "page_size")
+    chunk_preset = (RETRACTED_CHUNK if mode == "decode" else DEFAULT_CHUNK)[device]
     chunk, prefill = _limit_and_capacity(
         options,
         limit="chunked_prefill_size",
         capacity="moe_prefill_capacity",
-        preset=max(DEFAULT_CHUNK[device], page.value),
-        device=device,
+        preset=max(chunk_preset, page.value),
+        why="a decode server computes prompts only again" if mode == "decode" else f"default on {device}",
         split=_split(experts.layout_prefill.value, world),
         what=(Phase.PREFILL, "a chunk of {} tokens"),
     )
@@ -51,9 +62,10 @@ def decide_limits(options: Options, world: World, experts: Experts, device: str)
         limit="max_running_requests",
         capacity="moe_decode_capacity",
         preset=DEFAULT_RUNNING[device],
-        device=device,
+        why=f"default on {device}",
         split=_split(experts.layout_decode.value, world),
         what=(Phase.DECODE, "a batch of {} requests"),
+        most=PROOF_REQUESTS if mode == "prefill" else None,
     )
     if chunk.value < page.value:
         raise Refusal(
@@ -89,29 +101,37 @@ def _limit_and_capacity(
     limit: str,
     capacity: str,
     preset: int,
-    device: str,
+    why: str,
     split: int,
     what: tuple[Phase, str],
+    most: int | None = None,
 ) -> tuple[Decided[int], Decided[int]]:
-    """One phase's limit and T: each from the other, from the preset, or checked when both are given."""
+    """One phase's limit and T: each from the other, from the preset, or checked when both are given.
+
+    Args:
+        why: reason of the preset.
+        most: the largest step of the phase where the server's role makes it smaller than the limit.
+    """
     asked_limit, asked_capacity = asked_integer(options, limit), asked_integer(options, capacity)
     limit_flag, capacity_flag = _flag(limit), _flag(capacity)
     phase, step = what
     if asked_limit is None:
-        reach = asked_capacity.value * split // DRAFT_TOKENS if asked_capacity else preset
-        reason = f"default on {device}" if reach >= preset else f"what {capacity_flag} allows"
+        reach = asked_capacity.value * split // DRAFT_TOKENS if asked_capacity and most is None else preset
+        reason = why if reach >= preset else f"what {capacity_flag} allows"
         asked_limit = rule(min(preset, reach), reason)
-    tokens = asked_limit.value * DRAFT_TOKENS
+    largest = asked_limit.value if most is None else min(most, asked_limit.value)
+    tokens = largest * DRAFT_TOKENS
     needed = -(-tokens // split)
     shared = f", shared out over {split} attention-TP ranks" if split > 1 else ""
     if asked_capacity is None:
-        reason = f"{step.format(asked_limit.value)} is the largest {phase} step{shared}"
+        role = "" if most is None else " of a prefill server, in its warm-up"
+        reason = f"{step.format(largest)} is the largest {phase} step{role}{shared}"
         return asked_limit, rule(needed, reason)
     if asked_capacity.value < needed:
         raise Refusal(
             option=capacity_flag,
             given=asked_capacity.value,
-            rule=f"{step.format(asked_limit.value)} ({limit_flag}) is {needed} tokens on a rank{shared}, "
+            rule=f"{step.format(largest)} ({limit_flag}) is {needed} tokens on a rank{shared}, "
             f"more than this T",
             alternatives=[
                 f"{capacity_flag} {needed}",

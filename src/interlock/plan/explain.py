@@ -53,6 +53,13 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "cuda_graph_sizes",
         "overlap_schedule",
     ),
+    "Disaggregation": (
+        "disaggregation_mode",
+        "disaggregation_transfer_backend",
+        "disaggregation_bootstrap_port",
+        "disaggregation_timeout",
+        "disaggregation_queue_timeout",
+    ),
     "Server": (
         "host",
         "port",

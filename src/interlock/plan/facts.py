@@ -3,6 +3,7 @@ made for another machine."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -39,6 +40,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
         memory_available: bytes of host memory that can be allocated now (cgroup limit included).
         packages: version by distribution name, for those that were asked for and are installed.
         cxx_compiler: path of a C++ compiler, or None.
+        libraries: what loading each system library that was asked for gave, "" where it can be loaded.
         native_kernels_problem: why the native CPU kernels cannot be used, or None.
     """
 
@@ -52,13 +54,17 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     packages: Mapping[str, str] = {}
     cxx_compiler: str | None = None
     native_kernels_problem: str | None = None
+    libraries: Mapping[str, str] = {}
 
 
-def probe(*, packages: Iterable[str] = (), visible_devices: str | None = None) -> MachineFacts:
+def probe(
+    *, packages: Iterable[str] = (), libraries: Iterable[str] = (), visible_devices: str | None = None
+) -> MachineFacts:
     """Facts of this machine.
 
     Args:
         packages: distribution names to look up beside the core ones.
+        libraries: file names of shared libraries to try.
         visible_devices: value of ``CUDA_VISIBLE_DEVICES``, or None.
     """
     from interlock.kernels.availability import native_cpu_unavailable
@@ -76,7 +82,16 @@ def probe(*, packages: Iterable[str] = (), visible_devices: str | None = None) -
         packages=installed({*CORE_PACKAGES, *TRACING_PACKAGES, *packages}),
         cxx_compiler=next(filter(None, map(shutil.which, COMPILERS)), None),
         native_kernels_problem=native_cpu_unavailable(),
+        libraries={name: _loading(name) for name in sorted(libraries)},
     )
+
+
+def _loading(library: str) -> str:
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:

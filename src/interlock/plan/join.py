@@ -6,10 +6,11 @@ The only knowledge of a backend or runner is what it declares; no name appears i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from interlock.kernels.availability import capability_of
+from interlock.kv.transfer.base import TransferBackend
 from interlock.moe.terms import Layout, Phase
 from interlock.plan.facts import MachineFacts
 
@@ -29,20 +30,27 @@ class Declarations:
 
     a2a: Mapping[str, A2ABackend]
     runners: Mapping[str, ExpertRunner]
+    transfers: Mapping[str, TransferBackend] = field(default_factory=dict)
 
     @staticmethod
     def registered() -> Declarations:
         """Built-in and third-party declarations."""
+        from interlock.kv.transfer.registry import transfer_backends
         from interlock.moe.a2a.registry import a2a_backends
         from interlock.moe.experts.registry import expert_runners
 
-        return Declarations(a2a_backends().entries, expert_runners().entries)
+        return Declarations(a2a_backends().entries, expert_runners().entries, transfer_backends().entries)
 
     def packages(self) -> set[str]:
         """Distribution names that any declaration needs."""
         requirements = [text for backend in self.a2a.values() for text in backend.packages]
         requirements += [text for runner in self.runners.values() for text in runner.packages]
+        requirements += [text for transfer in self.transfers.values() for text in transfer.packages]
         return {requirement_name(text) for text in requirements}
+
+    def libraries(self) -> set[str]:
+        """System libraries that any declaration needs."""
+        return {name for transfer in self.transfers.values() for name in transfer.libraries}
 
 
 @dataclass(frozen=True, slots=True)

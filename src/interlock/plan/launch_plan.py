@@ -83,6 +83,10 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         cors_origins: origins that get CORS headers, with commas between; "" for none.
         max_waiting_requests: 0 for no limit. request_timeout: seconds, 0 for none.
         otlp_endpoint: URL of an OTLP/HTTP collector of traces, "" for none.
+        disaggregation_mode: "none", "prefill" or "decode"; the others of the name are "" or 0 for "none".
+        disaggregation_bootstrap_port: where decode servers reach a prefill server; 0 on a decode server.
+        disaggregation_timeout, disaggregation_queue_timeout: seconds, of what the other server does at once
+            and of what takes its turn.
     """
 
     model: str
@@ -145,6 +149,12 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting_requests: int = 0
     request_timeout: float = 0.0
     max_request_bytes: int = 16777216
+
+    disaggregation_mode: str = "none"
+    disaggregation_transfer_backend: str = ""
+    disaggregation_bootstrap_port: int = 0
+    disaggregation_timeout: float = 0.0
+    disaggregation_queue_timeout: float = 0.0
 
     memory: MemoryEstimate
     provenance: dict[str, Provenance]

@@ -104,6 +104,10 @@ def _has_windows(plan: LaunchPlan) -> bool:
     return any(layer.attention.window is not None for layer in plan.card.layers)
 
 
+def _is_disaggregated(plan: LaunchPlan) -> bool:
+    return plan.disaggregation_mode != "none"
+
+
 def _layer(*path: str) -> Rule:
     return Rule(Where.LAYER, applies=_has_experts, path=path)
 
@@ -181,6 +185,13 @@ RULES: Final[Mapping[str, Rule]] = {
     "max_waiting_requests": _nowhere(_HTTP),
     "request_timeout": _nowhere(_HTTP),
     "max_request_bytes": _nowhere(_HTTP),
+    "disaggregation_mode": _LEADER,
+    "disaggregation_transfer_backend": Rule(Where.RANK, applies=_is_disaggregated),
+    "disaggregation_bootstrap_port": Rule(
+        Where.LEADER, applies=lambda plan: plan.disaggregation_mode == "prefill"
+    ),
+    "disaggregation_timeout": Rule(Where.LEADER, applies=_is_disaggregated),
+    "disaggregation_queue_timeout": Rule(Where.LEADER, applies=_is_disaggregated),
     "otlp_endpoint": _nowhere("acts in the HTTP front end only, where the collector sees it"),
     "log_level": _nowhere("it decides what is written, which is its own receipt"),
     "memory": _nowhere("an estimate; the pages and buffer bytes it is made of have receipts"),

@@ -16,6 +16,7 @@ from interlock.plan.card import ModelCard
 from interlock.plan.cut import cut_card
 from interlock.plan.decided import Decided, asked_text, from_model, rule
 from interlock.plan.device import Compute, decide_compute
+from interlock.plan.disaggregation import decide_disaggregation
 from interlock.plan.facts import MachineFacts
 from interlock.plan.join import Declarations, Situation, exchanges
 from interlock.plan.launch_plan import LaunchPlan
@@ -104,7 +105,11 @@ def _resolve(
     check_a2a(backend, card, declared, situation.with_ep_size(ep.value))
     if card.experts is None:
         refuse_capacity_without_experts(options)
-    limits = decide_limits(options, world, experts, compute.device.value)
+    disaggregation = decide_disaggregation(
+        options, declared.transfers, facts, device=compute.device.value, nnodes=world.nnodes.value
+    )
+    mode = disaggregation.mode.value
+    limits = decide_limits(options, world, experts, compute.device.value, mode)
     slices = Slices(
         attn_tp=world.attn_tp_size,
         ep=ep.value,
@@ -116,7 +121,7 @@ def _resolve(
     )
     sources = ep.value if exchanges(backend) else world.attn_dp_size.value
     buffers = buffer_bytes(backend, card, experts, limits, sources, slices.dtype_bytes)
-    stepping = decide_stepping(options, compute, world, limits, backend)
+    stepping = decide_stepping(options, compute, world, limits, backend, mode)
     fixed = Fixed(
         weights=weight_bytes(card, slices),
         a2a_buffers=buffers,
@@ -152,6 +157,7 @@ def _resolve(
         "window_pages": pools.window_pages,
         "prefix_cache": from_.switch(options, "prefix_cache"),
         "sliding_window_extra": extra,
+        **disaggregation.items(),
         **server_items(options, facts),
         "memory": rule(estimate(spaces, pools, fixed, available), "sum of the parts, on the largest rank"),
     }

@@ -12,6 +12,7 @@ from interlock.options import Options
 from interlock.plan.capacity import Limits
 from interlock.plan.decided import Decided, asked_integer, asked_text, rule
 from interlock.plan.device import Compute
+from interlock.plan.disaggregation import PREFILL
 from interlock.plan.topology import World
 
 GRAPH_SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -30,10 +31,15 @@ class Stepping:
 
 
 def decide_stepping(
-    options: Options, compute: Compute, world: World, limits: Limits, backend: A2ABackend | None
+    options: Options, compute: Compute, world: World, limits: Limits, backend: A2ABackend | None, mode: str
 ) -> Stepping:
-    """Graphs and overlap where nothing stands against them; what was asked for and cannot be is refused."""
-    return Stepping(_graphs(options, compute, world, limits, backend), _overlap(options, compute, world))
+    """Graphs and overlap where nothing stands against them; what was asked for and cannot be is refused.
+
+    Args:
+        mode: of disaggregation.
+    """
+    graphs = _graphs(options, compute, world, limits, backend, mode)
+    return Stepping(graphs, _overlap(options, compute, world))
 
 
 def graph_sizes(largest: int) -> tuple[int, ...]:
@@ -44,11 +50,11 @@ def graph_sizes(largest: int) -> tuple[int, ...]:
 
 
 def _graphs(
-    options: Options, compute: Compute, world: World, limits: Limits, backend: A2ABackend | None
+    options: Options, compute: Compute, world: World, limits: Limits, backend: A2ABackend | None, mode: str
 ) -> Decided[tuple[int, ...]]:
     asked = asked_integer(options, "cuda_graph_max_batch")
     running = limits.max_running_requests.value
-    problem = _no_graphs(compute, world, backend)
+    problem = _no_graphs(compute, world, backend, mode)
     if asked is not None and asked.value:
         if problem is None and asked.value > running:
             problem = f"no batch is larger than {running} (--max-running-requests)"
@@ -68,8 +74,10 @@ def _graphs(
     return rule(graph_sizes(largest), f"{reason}; --max-running-requests is {running}")
 
 
-def _no_graphs(compute: Compute, world: World, backend: A2ABackend | None) -> str | None:
+def _no_graphs(compute: Compute, world: World, backend: A2ABackend | None, mode: str) -> str | None:
     """Why decode steps cannot be captured; None when they can."""
+    if mode == PREFILL:
+        return "a prefill server runs no decode steps (--disaggregation-mode prefill)"
     if compute.device.value != "cuda":
         return f"there are no CUDA graphs on {compute.device.value}"
     if compute.kernels.value != "triton":

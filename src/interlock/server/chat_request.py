@@ -11,6 +11,7 @@ from interlock.server.chat_prompt import render_chat
 from interlock.server.context import ServerContext
 from interlock.server.errors import bad_request
 from interlock.server.generation import Generation
+from interlock.server.meeting import meetings
 from interlock.server.prompts import Prompt, encode_text
 from interlock.server.protocol import ChatBody
 from interlock.server.sampling import check_logprobs, sampling_params
@@ -68,6 +69,7 @@ async def prepare_chat(
         request_id=request_id,
         priority=body.priority or 0,
         arrival=arrival,
+        meetings=meetings(body, context.engine.plan, prompts=1, n=n),
         grammar=grammar,
         kept_tokens=formats.markers,
         timeout=body.timeout,

@@ -20,6 +20,7 @@ from interlock.server.context import ServerContext
 from interlock.server.errors import bad_request
 from interlock.server.generation import Choice, Generation
 from interlock.server.logprobs import completion_logprobs, generated_entries, prompt_logprobs
+from interlock.server.meeting import meetings
 from interlock.server.openapi import describes
 from interlock.server.prompts import DEFAULT_COMPLETION_TOKENS, Prompt, completion_prompts
 from interlock.server.protocol import CompletionBody
@@ -82,6 +83,7 @@ class _CompletionRequest:
             request_id=request_id,
             priority=body.priority or 0,
             arrival=arrival,
+            meetings=meetings(body, context.engine.plan, prompts=len(prompts), n=n),
             grammar=grammar,
             timeout=body.timeout,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from interlock.engine.client_protocol import EngineClient
-from interlock.engine.messages import AddRequest, SamplingParams, TokenDelta
+from interlock.engine.messages import AddRequest, Meeting, SamplingParams, TokenDelta
 from interlock.server.choice_times import ChoiceClock
 from interlock.server.context import ServerContext
 from interlock.server.errors import ApiError
@@ -46,6 +46,7 @@ class Generation:
         request_id: str,
         priority: int,
         arrival: float,
+        meetings: Sequence[Meeting | None] | None = None,
         grammar: GrammarSpec | None = None,
         kept_tokens: frozenset[int] = frozenset(),
         timeout: float | None = None,
@@ -55,6 +56,7 @@ class Generation:
             samplings: one for each prompt, with the seed of choice 0.
             request_id: unique in this process; choices append their index.
             arrival: ``time.perf_counter()`` when the HTTP request came.
+            meetings: one for each choice, on a prefill or decode server.
             grammar: what every choice must match.
             kept_tokens: special tokens that are text all the same.
             timeout: seconds after ``arrival`` at which what still runs is ended; None is never.
@@ -78,6 +80,7 @@ class Generation:
                     sampling=own,
                     priority=priority,
                     grammar=grammar,
+                    meeting=None if meetings is None else meetings[index],
                 )
                 detokenizer = context.detokenizer(
                     skip_special_tokens=own.skip_special_tokens, continues=True, kept=kept_tokens
@@ -216,4 +219,6 @@ class Generation:
 def _failure(delta: TokenDelta) -> ApiError:
     if delta.refused:
         return ApiError(400, str(delta.error), code="request_refused")
+    if delta.peer_failed:
+        return ApiError(502, str(delta.error), code="transfer_failed", headers={"Retry-After": "1"})
     return ApiError(500, f"the engine failed this request: {delta.error}", code="engine_error")

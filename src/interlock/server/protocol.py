@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Host = Annotated[str, Field(min_length=1, max_length=255)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Room = Annotated[int, Field(ge=0, le=2**63 - 1)]
 MAX_N = 128
 
 
@@ -82,6 +85,10 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: bool | None = None
     priority: Int32 | None = None
     timeout: Annotated[float, Field(gt=0, le=86_400)] | None = None
+
+    bootstrap_host: Host | list[Host | None] | None = None
+    bootstrap_port: Port | list[Port | None] | None = None
+    bootstrap_room: Room | list[Room | None] | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

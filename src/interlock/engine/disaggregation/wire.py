@@ -186,8 +186,12 @@ def unpack(body: bytes) -> Message:
 
 
 def digest(message: AddRequest) -> bytes:
-    """Of everything that decides the answer, to see that both servers were asked the same."""
-    asked = (message.token_ids, message.sampling, message.grammar)
+    """Of everything that decides the first token, to see that both servers were asked the same.
+
+    How long the answer may get is the decode server's business; its limit may be another one.
+    """
+    first = msgspec.structs.replace(message.sampling, max_tokens=min(1, message.sampling.max_tokens))
+    asked = (message.token_ids, first, message.grammar)
     return hashlib.sha256(msgspec.msgpack.encode(asked)).digest()
 
 
@@ -196,3 +200,8 @@ def key_of(message: AddRequest) -> Key:
     if message.meeting is None:
         raise ValueError("the request has no meeting")
     return message.meeting.room, message.meeting.choice
+
+
+def replica_of(key: Key, replicas: int) -> int:
+    """The prefill replica that computes a key; both servers and the front end reckon it alike."""
+    return (key[0] + key[1]) % replicas
