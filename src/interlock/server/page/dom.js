@@ -1,4 +1,4 @@
-// Small helpers to build elements; text is always set as text, never as markup.
+// Short functions that build elements; text is always set as text, never as markup.
 
 export const $ = (id) => document.getElementById(id);
 
