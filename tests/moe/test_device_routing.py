@@ -101,6 +101,31 @@ def test_choice_on_nasty_rows() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+@pytest.mark.parametrize(("experts", "k"), [(256, 8), (384, 8), (12, 4), (8, 8), (5, 1)])
+@pytest.mark.parametrize("kind", ["ties", "few", "nan"])
+def test_choice_of_any_size_in_parts(scoring, experts, k, kind) -> None:
+    where = device()
+    generator = torch.Generator().manual_seed(experts)
+    logits = torch.randn(6, experts, generator=generator)
+    if kind == "ties":
+        logits = (logits * 2).round() / 2
+    some = torch.rand(6, experts, generator=generator)
+    if kind == "few":
+        logits = logits.masked_fill(some < 0.5, -float("inf"))
+    if kind == "nan":
+        logits = logits.masked_fill(some < 0.1, float("nan")) * 50
+    sigmoid = scoring == "sigmoid"
+    bias = (torch.randn(experts, generator=generator) * 0.5).round(decimals=1) if sigmoid else None
+    want = choose_experts(logits, bias, make_card(experts, k, scoring=scoring, has_selection_bias=sigmoid))
+    parts = torch.cat((logits, torch.zeros(6, 2 * experts)), 1).to(where)
+    on_device = None if bias is None else bias.to(where)
+    ids, weights = router.top_k(parts, on_device, k, sigmoid=sigmoid, normalise=True, parts=3)
+    assert torch.equal(ids.cpu(), want.ids)
+    assert torch.allclose(weights.cpu(), want.weights, rtol=1e-5, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.gpu
 def test_lanes_are_counted_onto_what_was_there() -> None:
     where = device()
     ids = torch.tensor([[0, 2, -1], [2, 3, -1], [0, 2, 3]] * 40, device=where)

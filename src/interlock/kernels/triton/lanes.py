@@ -56,6 +56,27 @@ def count_lanes_kernel(ids, counts, lanes, block: tl.constexpr):
     tl.atomic_add(counts + expert + 1, tl.full([block], 1, tl.int64), mask=live, sem="relaxed")
 
 
+LOWEST: tl.constexpr = tl.constexpr(-(2**31))
+"""Below the key of every number."""
+MINUS_INFINITY: tl.constexpr = tl.constexpr(-0x7F800001)
+
+
+@triton.jit
+def ordered_key(values):
+    """int32 in the order of the float32 values: a warp reduces integers in one instruction."""
+    bits = values.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def sum_of_parts(where, experts, mask, parts: tl.constexpr):
+    """Logits at ``where``: ``parts`` blocks of ``experts`` columns added in order; -inf where masked out."""
+    logit = tl.load(where, mask=mask, other=float("-inf")).to(tl.float32)
+    for part in tl.static_range(1, parts):
+        logit += tl.load(where + part * experts, mask=mask, other=0.0).to(tl.float32)
+    return logit
+
+
 @triton.jit(do_not_specialize=["live_tokens"])
 def top_k_kernel(
     logits, bias, live, ids, weights, experts, logits_stride, live_tokens, scaling,
@@ -78,31 +99,34 @@ def top_k_kernel(
         return
     expert = tl.arange(0, width)
     inside = expert < experts
-    where = logits + token * logits_stride + expert
-    logit = tl.load(where, mask=inside, other=float("-inf")).to(tl.float32)
-    for part in tl.static_range(1, parts):
-        logit += tl.load(where + part * experts, mask=inside, other=0.0).to(tl.float32)
+    row = logits + token * logits_stride
+    logit = sum_of_parts(row + expert, experts, inside, parts)
     if sigmoid:
         score = 1.0 / (1.0 + tl.exp(-logit))
     else:
-        power = tl.exp(logit - tl.max(logit, axis=0))
-        score = power / tl.sum(power, axis=0)
+        highest = tl.max(logit, axis=0)
+        power = tl.exp(logit - highest)
+        total = tl.sum(power, axis=0)
+        score = power / total
     choice = score + tl.load(bias + expert, mask=inside, other=0.0) if has_bias else score
     choice = tl.where(choice != choice, float("inf"), choice)
-    choice = tl.where(logit == float("-inf"), float("-inf"), choice)
+    key = ordered_key(tl.where(logit == float("-inf"), float("-inf"), choice))
     chosen = tl.full([slots], 0, tl.int32)
-    chosen_by = tl.full([slots], float("-inf"), tl.float32)
-    weight = tl.zeros([slots], tl.float32)
+    chosen_by = tl.full([slots], LOWEST, tl.int32)
     for index in tl.static_range(top_k):
-        best_choice, best = tl.max(choice, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        value = tl.sum(tl.where(expert == best, score, 0.0), axis=0)
+        best_key = tl.max(key, axis=0)
+        best = tl.min(tl.where(key == best_key, expert, width), axis=0)
         chosen = tl.where(slot == index, best, chosen)
-        chosen_by = tl.where(slot == index, best_choice, chosen_by)
-        weight = tl.where(slot == index, value, weight)
-        choice = tl.where(expert == best, float("-inf"), choice)
-    used = chosen_by > float("-inf")
-    chosen = tl.where(used, chosen, 2147483000 + slot)
+        chosen_by = tl.where(slot == index, best_key, chosen_by)
+        key = tl.where(expert == best, LOWEST, key)
+    used = chosen_by > MINUS_INFINITY
+    picked = sum_of_parts(row + chosen, experts, used, parts)
+    if sigmoid:
+        weight = 1.0 / (1.0 + tl.exp(-picked))
+    else:
+        weight = tl.exp(picked - highest) / total
     weight = tl.where(used, weight, 0.0)
+    chosen = tl.where(used, chosen, 2147483000 + slot)
     if normalise:
         weight = weight / (tl.sum(weight, axis=0) + 1e-20)
     place = tl.sum((chosen[None, :] < chosen[:, None]).to(tl.int32), axis=1)

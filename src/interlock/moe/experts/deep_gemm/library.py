@@ -65,7 +65,8 @@ class DeepGemm:
             except Exception as problem:
                 raise StartupError(
                     f"runner deep_gemm cannot compile its products: {problem} (it calls nvcc, found by "
-                    "CUDA_HOME or PATH, and writes to ~/.deep_gemm); --moe-runner-backend triton_fp8 needs neither"
+                    "CUDA_HOME or PATH, and writes to ~/.deep_gemm); --moe-runner-backend triton_fp8 needs "
+                    "neither"
                 ) from problem
 
     def contiguous(
