@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from interlock.demo.tiny_tokenizer import tiny_tokenizer, tiny_tokenizer_config
-from interlock.structured.checker import GrammarChecker, GrammarLimits
+from interlock.structured.checker import GrammarChecker, GrammarLimits, GrammarsBusy
 from interlock.structured.compiler import GrammarError
 from interlock.structured.spec import GrammarSpec
 from tests.server.fake_engine import VOCAB, fake_plan
@@ -100,6 +100,21 @@ def test_a_grammar_that_ends_the_compiler_harms_nobody(check: Check) -> None:
     problem = check(fatal)
     assert problem is not None
     assert check(GrammarSpec(kind="regex", text="[0-9]{3}")) is None
+
+
+def test_only_so_many_may_wait(folder: Path) -> None:
+    """F24: a flood of new grammars is refused at once; those that are known do not wait."""
+    checker = GrammarChecker(fake_plan(model_path=str(folder)), GrammarLimits(processes=1, pending=2))
+
+    async def flood() -> list[object]:
+        await checker.check(GOOD)
+        specs = [GOOD, *(GrammarSpec(kind="regex", text=f"x{index}") for index in range(4))]
+        return await asyncio.gather(*map(checker.check, specs), return_exceptions=True)
+
+    found = asyncio.run(flood())
+    checker.close()
+    assert found[:3] == [None] * 3
+    assert [type(error) for error in found[3:]] == [GrammarsBusy] * 2
 
 
 def test_very_long_grammars_are_not_tried(check: Check) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from interlock.server.context import ServerContext
 from interlock.server.errors import ApiError, bad_request
 from interlock.server.protocol import GenerationBody
+from interlock.structured.checker import GrammarsBusy
 from interlock.structured.compiler import GrammarError
 from interlock.structured.schema import SchemaError, exact_schema
 from interlock.structured.spec import GrammarSpec
@@ -42,7 +43,7 @@ async def checked(wish: Wish, context: ServerContext) -> GrammarSpec:
     """The grammar of ``wish``, once it was seen to compile.
 
     Raises:
-        ApiError: 400 with the compiler's words.
+        ApiError: 400 with the compiler's words, 429 when too many other grammars wait to be tried.
     """
     param, spec = wish
     if not context.engine.plan.card.eos_token_ids:
@@ -53,6 +54,10 @@ async def checked(wish: Wish, context: ServerContext) -> GrammarSpec:
         await context.grammars.check(spec)
     except GrammarError as error:
         raise _bad_grammar(param, str(error)) from None
+    except GrammarsBusy as error:
+        raise ApiError(
+            429, f"{param}: {error}; try again later", code="queue_full", headers={"Retry-After": "2"}
+        ) from None
     return spec
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from interlock.errors import InterlockError
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.structured.compiler import GrammarError
 from interlock.structured.process import READY, Setup, read_frame, write_frame
@@ -33,12 +34,18 @@ class GrammarLimits:
         memory: bytes of address space beyond what the idle child has.
         processes: children, so grammars that are tried at once.
         text: characters of a grammar.
+        pending: grammars that are tried or wait for it.
     """
 
     seconds: float = 10.0
     memory: int = 1 << 30
     processes: int = 2
     text: int = 256 * 1024
+    pending: int = 64
+
+
+class GrammarsBusy(InterlockError):
+    """Too many grammars wait to be tried."""
 
 
 class GrammarChecker:
@@ -66,6 +73,7 @@ class GrammarChecker:
 
         Raises:
             GrammarError: it does not, or not within the limits.
+            GrammarsBusy: too many others wait to be tried.
         """
         if len(spec.text) > self._limits.text:
             raise GrammarError(f"it has {len(spec.text)} characters; at most {self._limits.text} are allowed")
@@ -73,6 +81,8 @@ class GrammarChecker:
         if verdict is None:
             task = self._trials.get(spec.key)
             if task is None:
+                if len(self._trials) >= self._limits.pending:
+                    raise GrammarsBusy(f"{len(self._trials)} other grammars are being tried")
                 task = self._trials[spec.key] = asyncio.create_task(self._try(spec))
             verdict = await asyncio.shield(task)
         if verdict:
