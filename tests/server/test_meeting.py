@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from interlock.engine.messages import Meeting
 from interlock.server.errors import ApiError
@@ -32,6 +33,21 @@ def test_a_list_has_a_room_for_each_prompt() -> None:
         Meeting(host="q", port=9, room=6, choice=0),
         Meeting(host="q", port=9, room=6, choice=1),
     ]
+
+
+def test_a_list_may_have_a_room_for_each_choice() -> None:
+    """What sglang-router sends for one prompt with n > 1."""
+    asked = body(bootstrap_host=["p", "p"], bootstrap_port=[9, 9], bootstrap_room=[5, 6], n=2)
+    assert meetings(asked, PREFILL, prompts=1, n=2) == [
+        Meeting(host="p", port=9, room=5),
+        Meeting(host="p", port=9, room=6),
+    ]
+
+
+def test_fields_that_routers_add_and_that_ask_for_nothing_are_taken() -> None:
+    body(no_stop_trim=False, return_hidden_states=False)
+    with pytest.raises(ValidationError):
+        body(return_hidden_states=True)
 
 
 @pytest.mark.parametrize(

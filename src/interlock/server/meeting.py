@@ -14,7 +14,7 @@ FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 def meetings(body: GenerationBody, plan: LaunchPlan, *, prompts: int, n: int) -> list[Meeting | None]:
     """One for each choice: choice i * n + j is sample j of prompt i.
 
-    A list in the body has one entry a prompt; a single room serves all choices.
+    A list in the body has one entry a prompt, or one a choice; a single room serves all choices.
 
     Raises:
         ApiError: fields that this server's role needs are missing, or it has no use for them.
@@ -36,30 +36,30 @@ def meetings(body: GenerationBody, plan: LaunchPlan, *, prompts: int, n: int) ->
                 "(interlock route is a small one)",
                 param=name,
             )
-    made: list[Meeting | None] = []
-    for index in range(prompts):
-        host = _entry(body.bootstrap_host, "bootstrap_host", index, prompts)
-        port = _entry(body.bootstrap_port, "bootstrap_port", index, prompts)
-        room = _entry(body.bootstrap_room, "bootstrap_room", index, prompts)
-        if host is None or room is None:
-            raise bad_request("bootstrap_host and bootstrap_room need a value for every prompt")
-        own_room = isinstance(body.bootstrap_room, list)
-        made += [
-            Meeting(
-                host=str(host),
-                port=BOOTSTRAP_PORT if port is None else int(port),
-                room=int(room),
-                choice=sample if own_room else index * n + sample,
-            )
-            for sample in range(n)
-        ]
-    return made
+    return [_meeting(body, choice, prompts, n) for choice in range(prompts * n)]
 
 
-def _entry(value: object, name: str, index: int, prompts: int) -> str | int | None:
-    if isinstance(value, list):
-        if len(value) != prompts:
-            raise bad_request(f"{name} has {len(value)} entries for {prompts} prompts", param=name)
-        value = value[index]
-    assert value is None or isinstance(value, str | int)
-    return value
+def _meeting(body: GenerationBody, choice: int, prompts: int, n: int) -> Meeting:
+    host, _ = _entry(body, "bootstrap_host", choice, prompts, n)
+    port, _ = _entry(body, "bootstrap_port", choice, prompts, n)
+    room, share = _entry(body, "bootstrap_room", choice, prompts, n)
+    if host is None or room is None:
+        raise bad_request("bootstrap_host and bootstrap_room need a value for every prompt")
+    return Meeting(
+        host=str(host), port=BOOTSTRAP_PORT if port is None else int(port), room=int(room), choice=share
+    )
+
+
+def _entry(
+    body: GenerationBody, name: str, choice: int, prompts: int, n: int
+) -> tuple[str | int | None, int]:
+    """The value for a choice, and which one of those that share the value it is."""
+    value = getattr(body, name)
+    if not isinstance(value, list):
+        return value, choice
+    if len(value) == prompts:
+        return value[choice // n], choice % n
+    if len(value) == prompts * n:
+        return value[choice], 0
+    counts = f"{prompts} prompts" if n == 1 else f"{prompts} prompts and {prompts * n} choices"
+    raise bad_request(f"{name} has {len(value)} entries for {counts}", param=name)

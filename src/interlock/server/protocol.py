@@ -89,6 +89,8 @@ class GenerationBody(Body):
     bootstrap_host: Host | list[Host | None] | None = None
     bootstrap_port: Port | list[Port | None] | None = None
     bootstrap_room: Room | list[Room | None] | None = None
+    no_stop_trim: Literal[False] | None = None
+    return_hidden_states: Literal[False] | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -166,6 +168,7 @@ class ChatBody(GenerationBody, TemplateBody):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
+    stream_reasoning: Literal[True] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     modalities: list[Literal["text"]] | None = None
