@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -27,12 +28,16 @@ def sum_lanes_kernel(rows, ids, out, hidden, lanes: tl.constexpr, block: tl.cons
 def few_logits_kernel(
     x, weight, logits, tokens, x_stride,
     depth: tl.constexpr, experts: tl.constexpr, splits: tl.constexpr, block_e: tl.constexpr,
-    chunk: tl.constexpr, width: tl.constexpr,
+    chunk: tl.constexpr, width: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """logits[t, s * experts + e] = row t times expert e over the s-th share of the depth, in float32.
 
     For few tokens: the share of the weight stays in registers while the tokens pass by.
+
+    early: launched while the kernel before still runs; the weight, which no kernel writes, is read meanwhile.
     """
+    if early:
+        gdc_launch_dependents()
     expert = tl.program_id(0) * block_e + tl.arange(0, block_e)
     split = tl.program_id(1)
     inside = tl.arange(0, width)
@@ -41,6 +46,8 @@ def few_logits_kernel(
     mine = expert < experts
     where = weight + expert[:, None] * depth + column[None, :]
     share = tl.load(where, mask=mine[:, None] & held[None, :], other=0.0).to(tl.float32)
+    if early:
+        gdc_wait()
     for token in range(tokens):
         row = tl.load(x + token * x_stride + column, mask=held, other=0.0).to(tl.float32)
         total = tl.sum(share * row[None, :], axis=1)
@@ -82,14 +89,18 @@ def top_k_kernel(
     logits, bias, live, ids, weights, experts, logits_stride, live_tokens, scaling,
     top_k: tl.constexpr, slots: tl.constexpr, width: tl.constexpr, parts: tl.constexpr,
     sigmoid: tl.constexpr, has_bias: tl.constexpr, has_live: tl.constexpr, normalise: tl.constexpr,
+    early: tl.constexpr,
 ):  # fmt: skip
     """One token: the k best experts by score (+ bias, for the choice only), ids ascending.
 
     Logits are the sum of ``parts`` blocks of ``experts`` columns. Scores are sigmoid or softmax in float32;
     ties go to the smaller id; a bias never enters a weight. NaN counts as the best score, a logit of -inf is
     never chosen; unused slots are -1 with weight 0 and come last. Tokens at and beyond the number of live
-    ones (``live`` on the device, else ``live_tokens``) get no expert at all.
+    ones (``live`` on the device, else ``live_tokens``) get no expert at all. early: launched while the kernel
+    before still runs.
     """
+    if early:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, slots)
     limit = tl.load(live) if has_live else live_tokens

@@ -83,7 +83,7 @@ def _few_logits(hidden: torch.Tensor, weight: RouterWeight) -> PartLogits:
     lanes.few_logits_kernel[(-(-experts // EXPERTS_A_PROGRAM), splits)](
         hidden, weight.whole, logits, tokens, hidden.stride(0),
         depth=depth, experts=experts, splits=splits, block_e=EXPERTS_A_PROGRAM, chunk=DEPTH_A_PROGRAM,
-        width=DEPTH_A_PROGRAM, num_warps=1,
+        width=DEPTH_A_PROGRAM, num_warps=1, **_early(hidden),
     )  # fmt: skip
     return PartLogits(logits, splits)
 
@@ -129,6 +129,11 @@ def top_k(
             tokens if live_tokens is None else live_tokens, scaling,
             top_k=k, slots=power_of_two(k), width=power_of_two(experts), parts=parts, sigmoid=sigmoid,
             has_bias=bias is not None, has_live=live_count is not None, normalise=normalise,
-            num_warps=1 if experts <= 256 else 4,
+            num_warps=1 if experts <= 256 else 4, **_early(logits),
         )  # fmt: skip
     return ids, weights
+
+
+def _early(x: torch.Tensor) -> dict[str, bool]:
+    """Options of a launch that may start before the one in front of it ends (dependent launch)."""
+    return {"early": True, "launch_pdl": True} if x.is_cuda else {"early": False}
