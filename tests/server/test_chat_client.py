@@ -47,6 +47,18 @@ def test_conversation(base_url: str, engine: FakeEngine) -> None:
     assert len(engine.requests[1].token_ids) > len(engine.requests[0].token_ids)
 
 
+def test_reasoning_is_shown_apart_and_not_kept(serve: Serve) -> None:
+    engine, http = serve(reasoning_parser="qwen3")
+    engine.script("<think>hm, let me see</think>yes")
+    out = talk(str(http.base_url), "Signal?", "Sure?", max_tokens=40)
+    assert out.count("hm, let me see\n\nyes") == 2
+    with ChatSession(str(http.base_url), ChatOptions(max_tokens=40)) as session:
+        thoughts: list[str] = []
+        assert "".join(session.ask("Signal?", on_reasoning=thoughts.append)) == "yes"
+        assert "".join(thoughts) == "hm, let me see"
+        assert session.messages[-1] == {"role": "assistant", "content": "yes"}
+
+
 def test_commands(base_url: str, engine: FakeEngine) -> None:
     engine.script("ok")
     out = talk(

@@ -124,9 +124,11 @@ class Terminal:
 
     def _answer(self, question: str) -> None:
         stopped = False
+        thoughts = _Thoughts(self._console)
         try:
-            with closing(self._session.ask(question)) as pieces:
+            with closing(self._session.ask(question, on_reasoning=thoughts.show)) as pieces:
                 for piece in pieces:
+                    thoughts.end()
                     self._console.print(
                         printable(piece), end="", markup=False, highlight=False, soft_wrap=True
                     )
@@ -138,6 +140,25 @@ class Terminal:
         self._console.print()
         if self._session.last is not None:
             self._console.print(f"[dim]{_summary(self._session.last, stopped=stopped)}[/]")
+
+
+class _Thoughts:
+    """Shows reasoning dim, and apart from the answer that follows."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._open = False
+
+    def show(self, text: str) -> None:
+        self._open = True
+        self._console.print(
+            printable(text), end="", style="dim italic", markup=False, highlight=False, soft_wrap=True
+        )
+
+    def end(self) -> None:
+        if self._open:
+            self._console.print("\n")
+        self._open = False
 
 
 def _summary(stats: TurnStats, *, stopped: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -106,8 +106,12 @@ class ChatSession:
         """Forget the conversation; begin with ``system`` if given."""
         self.messages = [{"role": "system", "content": system}] if system else []
 
-    def ask(self, text: str) -> Generator[str, None, None]:
+    def ask(
+        self, text: str, *, on_reasoning: Callable[[str], None] | None = None
+    ) -> Generator[str, None, None]:
         """Send ``text`` and yield the answer's text as it comes.
+
+        Reasoning that comes before it goes to ``on_reasoning``, and is not kept in the history.
 
         Closing the iterator (or an exception at its ``yield``) stops the answer on the server; what had come
         stays in the history. After an error the question is taken back, so that it can be asked again.
@@ -121,7 +125,9 @@ class ChatSession:
         failed = False
         try:
             for event in self._events():
-                piece = turn.take(event)
+                piece, thought = turn.take(event)
+                if thought and on_reasoning is not None:
+                    on_reasoning(thought)
                 if piece:
                     parts.append(piece)
                     yield piece
@@ -190,18 +196,20 @@ class _Turn:
         self._usage: dict[str, Any] = {}
         self._finish_reason: str | None = None
 
-    def take(self, event: dict[str, Any]) -> str:
-        """The text that ``event`` adds."""
+    def take(self, event: dict[str, Any]) -> tuple[str, str]:
+        """The text and the reasoning that ``event`` adds."""
         if event.get("error"):
             error = event["error"]
             raise ChatError(str(error.get("message") if isinstance(error, dict) else error))
         self._usage = event.get("usage") or self._usage
         choices = event.get("choices") or [{}]
         self._finish_reason = choices[0].get("finish_reason") or self._finish_reason
-        text = (choices[0].get("delta") or {}).get("content") or ""
-        if text and self._first is None:
+        delta = choices[0].get("delta") or {}
+        text = delta.get("content") or ""
+        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        if (text or thought) and self._first is None:
             self._first = time.perf_counter() - self._start
-        return str(text)
+        return str(text), str(thought)
 
     def stats(self) -> TurnStats:
         details = self._usage.get("prompt_tokens_details") or {}
