@@ -37,19 +37,22 @@ FP8_TOLERANCE = 3e-2
 @dataclass(frozen=True, slots=True)
 class Experts:
     """gate, up [E, i, h], down [E, h, i] in float32; ``exact`` tells the kind, ``fp8`` that they are values
-    of fp8 blocks and that activations are quantised."""
+    of fp8 blocks and that activations are quantised, ``rounds`` that gate and up results become bfloat16."""
 
     gate: torch.Tensor
     up: torch.Tensor
     down: torch.Tensor
     exact: bool
     fp8: bool = False
+    rounds: bool = False
 
     def reference(self, expert: int, row: torch.Tensor) -> torch.Tensor:
         """One expert on one row [h], in float64."""
         x = self._seen(row.double())
-        gate = self.gate[expert].double() @ x
-        hidden = gate * torch.sigmoid(gate) * (self.up[expert].double() @ x)
+        gate, up = self.gate[expert].double() @ x, self.up[expert].double() @ x
+        if self.rounds:
+            gate, up = gate.to(torch.bfloat16).double(), up.to(torch.bfloat16).double()
+        hidden = gate * torch.sigmoid(gate) * up
         result: torch.Tensor = self.down[expert].double() @ self._seen(hidden)
         return result
 
@@ -287,4 +290,5 @@ class _RunnerSetting:
             random_weights(self._count, self._hidden, width),
             exact=False,
             fp8=fp8,
+            rounds=self._declaration.rounds_gate_up,
         )
