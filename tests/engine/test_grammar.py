@@ -121,6 +121,21 @@ def test_a_grammar_that_fails_here_after_all_is_told(gate: GrammarGate) -> None:
     assert "parenthesis" in problem
 
 
+def test_a_large_vocabulary_is_ready_before_requests(
+    gate: GrammarGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """J10: nothing is left to do in the background once the rank says ready."""
+    made: list[int] = []
+    monkeypatch.setattr(gate, "_ready_compiler", lambda: (time.sleep(0.05), made.append(1)))
+    gate.prepare()
+    gate.finish_preparing()
+    assert made == []
+    monkeypatch.setattr(grammar_module, "PREPARE_FROM_TOKENS", 1)
+    gate.prepare()
+    gate.finish_preparing()
+    assert made == [1]
+
+
 def test_a_compiler_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> Any:
         raise GrammarError("xgrammar cannot be imported")

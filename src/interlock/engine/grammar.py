@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -14,14 +15,16 @@ import numpy.typing as npt
 import torch
 
 from interlock.engine.messages import AddRequest
+from interlock.errors import InterlockError
 from interlock.plan.launch_plan import LaunchPlan
-from interlock.structured.compiler import GrammarCompiler, GrammarError
+from interlock.structured.compiler import GrammarCompiler
 from interlock.structured.spec import GrammarSpec
 from interlock.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     import xgrammar
 
+_log = logging.getLogger("interlock.engine")
 Int32s = npt.NDArray[np.int32]
 
 COMPILED_AT_HAND = 256
@@ -154,6 +157,7 @@ class GrammarGate:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="interlock-grammar")
         self._at_hand: OrderedDict[bytes, Compiled] = OrderedDict()
         self._held: dict[str, tuple[AddRequest, Future[Compiled]]] = {}
+        self._preparing: Future[GrammarCompiler] | None = None
 
     def __len__(self) -> int:
         return len(self._held)
@@ -161,7 +165,13 @@ class GrammarGate:
     def prepare(self) -> None:
         """Make the compiler ready in the background, where that takes long."""
         if self._plan.card.vocab_size >= PREPARE_FROM_TOKENS:
-            self._thread.submit(self._ready_compiler)
+            self._preparing = self._thread.submit(self._ready_compiler)
+
+    def finish_preparing(self) -> None:
+        """Wait for what ``prepare`` began, so that it takes no time from requests; a failure is told to the
+        first constrained request."""
+        if self._preparing is not None:
+            wait([self._preparing])
 
     def take(self, message: AddRequest) -> GrammarState | None:
         """The request's grammar when it is at hand; None when the request is held for it now."""
@@ -195,8 +205,11 @@ class GrammarGate:
         assert message.grammar is not None
         try:
             compiled = future.result()
-        except GrammarError as error:
+        except InterlockError as error:
             return message, str(error)
+        except Exception as error:  # whatever it is, it ends this request and not the loop
+            _log.exception("compiling a grammar failed in an unforeseen way")
+            return message, f"the grammar cannot be compiled here: {error}"
         self._at_hand[message.grammar.key] = compiled
         if len(self._at_hand) > COMPILED_AT_HAND:
             self._at_hand.popitem(last=False)

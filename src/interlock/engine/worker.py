@@ -160,6 +160,7 @@ class _Rank:
             if self._spec.plan.kernels == "torch":
                 torch.set_num_threads(self._spec.plan.threads)
             self._runner.warm_up()
+            self._gate.finish_preparing()
             self._groups.world.barrier()
             self._activity.report = LoadReport(self._runner)
             channel = StepChannel(self._groups.attn_tp)

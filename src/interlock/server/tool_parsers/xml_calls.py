@@ -98,6 +98,8 @@ class XmlParser(ToolParser):
         return True
 
     def _read_parameter(self, events: list[Event]) -> bool:
+        if "</parameter>" not in self._text:
+            return False
         found = _PARAMETER.match(self._text)
         if found is None:
             return False
