@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from interlock.engine.messages import SamplingParams
     from interlock.llm import LLM, Completion
+    from interlock.structured.grammar import Grammar
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "Grammar", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +19,10 @@ def __getattr__(name: str) -> Any:
         from interlock import llm
 
         return getattr(llm, name)
+    if name == "Grammar":
+        from interlock.structured.grammar import Grammar
+
+        return Grammar
     if name == "SamplingParams":
         from interlock.engine.messages import SamplingParams
 

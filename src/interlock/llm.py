@@ -16,6 +16,10 @@ from interlock.launch import plan_launch
 from interlock.options import Options
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.server.text_output import Piece, TextOutput
+from interlock.structured.checker import GrammarChecker
+from interlock.structured.compiler import GrammarError
+from interlock.structured.grammar import Grammar
+from interlock.structured.spec import GrammarSpec
 from interlock.tokenizer import Detokenizer, load_tokenizer
 
 T = TypeVar("T")
@@ -49,6 +53,7 @@ class LLM:
     def __init__(self, model: str, **options: object) -> None:
         self.plan: LaunchPlan = plan_launch(model, Options.of(**options))
         self.tokenizer = load_tokenizer(self.plan.model_path)
+        self._grammars = GrammarChecker(self.plan)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="interlock-llm", daemon=True)
         self._thread.start()
@@ -67,24 +72,31 @@ class LLM:
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         sampling: SamplingParams | None = None,
+        *,
+        grammar: Grammar | None = None,
     ) -> list[Completion]:
         """Answer all prompts together; texts or token ids, one ``Completion`` each, in order.
 
         ``sampling.n`` must be 1: repeat a prompt to get several answers.
 
+        Args:
+            grammar: what every answer must match (``Grammar.json_schema({...})``, ``.regex``, ``.ebnf``).
+
         Raises:
-            RequestError: a prompt cannot be served.
+            RequestError: a prompt cannot be served, or ``grammar`` does not compile.
             EngineDeadError: the engine died.
         """
         sampling = sampling or SamplingParams()
         if sampling.n != 1:
             raise RequestError("LLM.generate takes n = 1; repeat a prompt to get several answers")
         batch: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        spec = None if grammar is None else self._run(self._checked(grammar))
         requests = [
             AddRequest(
                 request_id=uuid.uuid4().hex,
                 token_ids=tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
                 sampling=sampling,
+                grammar=spec,
             )
             for prompt in batch
         ]
@@ -99,6 +111,7 @@ class LLM:
     def close(self) -> None:
         """Stop the engine; idempotent."""
         if self._thread.is_alive():
+            self._grammars.close()
             self._run(self.engine.close())
             self._stop_loop()
 
@@ -107,6 +120,13 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def _checked(self, grammar: Grammar) -> GrammarSpec:
+        try:
+            await self._grammars.check(grammar.spec)
+        except GrammarError as error:
+            raise RequestError(f"the grammar cannot be used: {error}", param="grammar") from None
+        return grammar.spec
 
     async def _gather(self, requests: list[AddRequest]) -> list[Completion]:
         return list(await asyncio.gather(*(self._complete(request) for request in requests)))
