@@ -136,6 +136,20 @@ def test_a_large_vocabulary_is_ready_before_requests(
     assert made == [1]
 
 
+def test_grammars_at_hand_are_bounded_in_bytes(gate: GrammarGate, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [GrammarSpec(kind="regex", text=f"[a-z]{{{count}}}") for count in (3, 4, 5, 6)]
+    for index, spec in enumerate(specs):
+        gate.take(add(str(index), spec))
+    sizes = len(wait_released(gate, 4))
+    assert sizes == 4
+    assert all(gate.take(add(spec.text, spec)) for spec in specs)
+    monkeypatch.setattr(grammar_module, "BYTES_AT_HAND", 1)
+    gate.take(add("new", GrammarSpec(kind="regex", text="new")))
+    wait_released(gate, 1)
+    assert gate.take(add("again", GrammarSpec(kind="regex", text="new"))) is not None
+    assert gate.take(add("old", specs[0])) is None
+
+
 def test_a_compiler_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> Any:
         raise GrammarError("xgrammar cannot be imported")

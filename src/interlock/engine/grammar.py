@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("interlock.engine")
 Int32s = npt.NDArray[np.int32]
 
-COMPILED_AT_HAND = 256
+BYTES_AT_HAND = 256 << 20
 ROWS_FOR_THREADS = 4
 PREPARE_FROM_TOKENS = 8192
 """Vocabularies from this size on are made ready while weights are read; smaller ones take milliseconds."""
@@ -86,10 +86,11 @@ class TokenBits:
 class Compiled:
     """A compiled grammar. ``bits`` is shared by all grammars of a vocabulary."""
 
-    __slots__ = ("bits", "grammar", "is_json")
+    __slots__ = ("bits", "bytes", "grammar", "is_json")
 
     def __init__(self, grammar: xgrammar.CompiledGrammar, bits: TokenBits, *, is_json: bool) -> None:
         self.grammar = grammar
+        self.bytes = int(grammar.memory_size_bytes)
         self.bits = bits
         self.is_json = is_json
 
@@ -156,6 +157,7 @@ class GrammarGate:
         self._bits: dict[tuple[int, ...], TokenBits] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="interlock-grammar")
         self._at_hand: OrderedDict[bytes, Compiled] = OrderedDict()
+        self._bytes_at_hand = 0
         self._held: dict[str, tuple[AddRequest, Future[Compiled]]] = {}
         self._preparing: Future[GrammarCompiler] | None = None
 
@@ -210,10 +212,17 @@ class GrammarGate:
         except Exception as error:  # whatever it is, it ends this request and not the loop
             _log.exception("compiling a grammar failed in an unforeseen way")
             return message, f"the grammar cannot be compiled here: {error}"
-        self._at_hand[message.grammar.key] = compiled
-        if len(self._at_hand) > COMPILED_AT_HAND:
-            self._at_hand.popitem(last=False)
+        self._remember(message.grammar.key, compiled)
         return message, GrammarState(compiled, message.grammar.after_token)
+
+    def _remember(self, key: bytes, compiled: Compiled) -> None:
+        """Keep a grammar at hand, and drop those that were not used for longest where they take too much."""
+        if key not in self._at_hand:
+            self._bytes_at_hand += compiled.bytes
+        self._at_hand[key] = compiled
+        while self._bytes_at_hand > BYTES_AT_HAND and len(self._at_hand) > 1:
+            _, dropped = self._at_hand.popitem(last=False)
+            self._bytes_at_hand -= dropped.bytes
 
     def _ready_compiler(self) -> GrammarCompiler:
         if self._compiler is None:
