@@ -16,6 +16,7 @@ import typer
 from interlock.cli_bench import bench_app
 from interlock.cli_completion import answers_shells, completion
 from interlock.cli_options import launch_options, model_of
+from interlock.cli_route import route
 from interlock.cli_verify import evidence_app, verify
 from interlock.errors import InterlockError, Refusal
 from interlock.option_sources import unknown_flag
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.command()(verify)
 app.command()(completion)
+app.command()(route)
 app.add_typer(evidence_app, name="evidence")
 app.add_typer(bench_app, name="bench")
 demo_app = typer.Typer(help="The built-in models.", no_args_is_help=True, rich_markup_mode=None)

@@ -1,0 +1,79 @@
+"""Servers of one kind behind the proxy: whose turn it is, and which of them do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import httpx
+
+from interlock.errors import Refusal
+from interlock.plan.disaggregation import BOOTSTRAP_PORT
+
+HEALTH_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One server. ``bootstrap_port`` is a prefill server's."""
+
+    url: str
+    bootstrap_port: int = BOOTSTRAP_PORT
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+
+def parse_backend(text: str, option: str) -> Backend:
+    """``URL`` or ``URL,BOOTSTRAP_PORT``. Raises ``Refusal`` for anything else."""
+    address, _, port = text.partition(",")
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname or (port and not port.isdecimal()):
+        raise Refusal(
+            option=option,
+            given=text,
+            rule="is no URL with, for a prefill server, the bootstrap port behind a comma",
+            alternatives=[f"{option} http://127.0.0.1:8000"],
+        )
+    return Backend(address.rstrip("/"), int(port) if port else BOOTSTRAP_PORT)
+
+
+@dataclass(slots=True)
+class Pool:
+    """Servers in turn; those that do not answer are passed over until their /health does."""
+
+    kind: str
+    backends: tuple[Backend, ...]
+    _dead: set[Backend] = field(default_factory=set)
+    _turn: int = 0
+
+    def take(self, without: frozenset[Backend] = frozenset()) -> Backend | None:
+        """The next server, or None when every other one than ``without`` is out."""
+        for _ in self.backends:
+            backend = self.backends[self._turn % len(self.backends)]
+            self._turn += 1
+            if backend not in self._dead and backend not in without:
+                return backend
+        return None
+
+    def note(self, backend: Backend, *, alive: bool) -> None:
+        (self._dead.discard if alive else self._dead.add)(backend)
+
+    @property
+    def alive(self) -> int:
+        return len(self.backends) - len(self._dead)
+
+    async def watch(self, client: httpx.AsyncClient) -> None:
+        """Ask every server for its health, for ever."""
+        while True:
+            await asyncio.gather(*(self._check(client, backend) for backend in self.backends))
+            await asyncio.sleep(HEALTH_SECONDS)
+
+    async def _check(self, client: httpx.AsyncClient, backend: Backend) -> None:
+        try:
+            answer = await client.get(f"{backend.url}/health", timeout=HEALTH_SECONDS * 3)
+            self.note(backend, alive=answer.status_code == 200)
+        except httpx.HTTPError:
+            self.note(backend, alive=False)
