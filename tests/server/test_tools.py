@@ -192,6 +192,22 @@ def test_bad_tools_are_400(
     assert engine.requests == []
 
 
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ("maybe", "tool_choice"),
+        ({"type": "function"}, "tool_choice"),
+        ({"type": "allowed_tools"}, "tool_choice"),
+    ],
+)
+def test_the_place_of_an_error_is_the_clients_own(chat: Post, choice: Any, param: str) -> None:
+    """Branches of our own types do not show in ``param``."""
+    error = chat(tools=OFFERED, tool_choice=choice).json()["error"]
+    assert error["param"].partition(".")[0] == param
+    assert "[" not in error["param"]
+    assert "Choice" not in error["param"]
+
+
 def test_forcing_needs_a_known_format(chat: Post) -> None:
     answer = chat(tools=OFFERED, tool_choice="required")
     assert answer.status_code == 400

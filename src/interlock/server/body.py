@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -11,6 +12,7 @@ from starlette.requests import Request
 from interlock.server.errors import ApiError, bad_request
 
 _SHOWN_CHARS = 60
+_BRANCH = re.compile(r"(literal|list|dict|constrained-\w+|nullable)[\[(]|[A-Z][a-z]+([A-Z][a-z]+)+$")
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -58,7 +60,7 @@ async def _read_limited(request: Request, max_bytes: int) -> bytes:
 def _explain(error: ValidationError, model: type[BaseModel]) -> ApiError:
     first = error.errors(include_url=False, include_context=False)[0]
     kind, location = first["type"], first["loc"]
-    path = ".".join(str(part) for part in location)
+    path = _path(location, keeps_last=kind == "extra_forbidden")
     if kind == "json_invalid":
         return bad_request(
             f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json"
@@ -76,6 +78,16 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> ApiError:
     message = first["msg"].removeprefix("Input should be ")
     return bad_request(
         f"{path} is {_shown(first['input'])}; expected {message}", param=path, code="invalid_value"
+    )
+
+
+def _path(location: tuple[int | str, ...], *, keeps_last: bool) -> str:
+    """The place of an error as clients write it: without the names of the branches of a union."""
+    last = len(location) - 1
+    return ".".join(
+        str(part)
+        for index, part in enumerate(location)
+        if index == 0 or (keeps_last and index == last) or not _BRANCH.match(str(part))
     )
 
 
