@@ -18,7 +18,7 @@ from interlock.engine.disaggregation.decode import DecodeRole
 from interlock.engine.disaggregation.prefill import Deadlines, PrefillRole
 from interlock.engine.disaggregation.wire import Copy, Message, pack, unpack
 from interlock.engine.messages import AddRequest, Meeting, SamplingParams
-from tests.engine.simulation import Simulation, check_pages, sim_plan
+from tests.engine.simulation import Simulation, Stream, check_pages, sim_plan
 
 DEADLINES = Deadlines(peer=5.0, queue=50.0)
 STEP_SECONDS = 0.05
@@ -84,9 +84,12 @@ class Pair:
         quarantine: float = 1.0,
     ) -> None:
         self.time = 0.0
+        self._windows = windows
+        self._prefill_changes = prefill or {}
+        self._deadlines = deadlines
         self.random = random.Random(seed)
         self.network = Network()
-        self.prefill = Simulation(sim_plan(windows, **(prefill or {})))
+        self.prefill = Simulation(sim_plan(windows, **self._prefill_changes))
         self.decode = Simulation(sim_plan(windows, **(decode or {})))
         self.p = PrefillRole(self.prefill.scheduler, _Prefill(self.network), deadlines, now=lambda: self.time)
         self._peers = _Decode(self.network)
@@ -98,6 +101,22 @@ class Pair:
             now=lambda: self.time,
         )
         self._rooms = 0
+
+    def restart_prefill(self) -> None:
+        """The prefill server is killed, with all that it was doing, and another one is there."""
+        peer = self.network.connection
+        self.network.connected = False
+        for queue in (self.network.to_decode, self.network.to_prefill, self.network.copies):
+            queue.clear()
+        old = self.prefill.streams
+        self.prefill = Simulation(sim_plan(self._windows, **self._prefill_changes))
+        self.prefill.streams = {
+            name: Stream(stream.message, finish=stream.finish or "killed") for name, stream in old.items()
+        }
+        self.p = PrefillRole(
+            self.prefill.scheduler, _Prefill(self.network), self._deadlines, now=lambda: self.time
+        )
+        self.d.lost(peer, "the connection to the prefill server is lost")
 
     # ---- requests
 
@@ -128,8 +147,6 @@ class Pair:
         self.decode.receive(self.d.add(message))
 
     def _expect(self, simulation: Simulation, message: AddRequest) -> None:
-        from tests.engine.simulation import Stream
-
         simulation.streams[message.request_id] = Stream(message)
 
     def abort_prefill(self, name: str) -> None:
