@@ -273,6 +273,32 @@ def test_pages_are_kept_until_nothing_is_read_or_written_any_more() -> None:
     serves(pair)
 
 
+@pytest.mark.parametrize("abort", ["prefill", "decode"])
+def test_an_abort_between_chunks_keeps_the_pages_that_are_read(abort: str) -> None:
+    """Case H05: the scheduler lets a request go that it was still computing."""
+    pair = Pair()
+    name = pair.add(prompt_of(100), max_tokens=4, **LONG)
+    pair.network.stalled = True
+    while not pair.network.copies:
+        pair.talk()
+        pair.tick()
+    assert any(job.state.name == "COMPUTING" for job in pair.p._jobs.values())
+    copy = pair.network.copies[0]
+    (pair.abort_prefill if abort == "prefill" else pair.abort_decode)(name)
+    for _ in range(20):
+        pair.talk()
+        pair.tick()
+    store = pair.prefill.scheduler.store
+    assert store.full is not None
+    assert not set(copy.source_full) & store.full.free_pages()
+    assert store.tree is not None
+    assert pair.prefill.scheduler._departing
+    pair.network.stalled = False
+    pair.run()
+    pair.verify_free()
+    serves(pair)
+
+
 def test_a_transfer_that_stalls_for_ever_ends_in_an_error_and_a_cut() -> None:
     """The client is told after the deadline of that state; pages come back once the connection is cut."""
     pair = Pair()
