@@ -1,0 +1,211 @@
+"""What separate prefill and decode servers are worth, and what the transfer between them delivers.
+
+    python benchmarks/pd.py itl [--model tiny-random] [--seconds 20]
+    python benchmarks/pd.py transfer [--mib 256] [--page-kib 64]
+
+``itl``: inter-token latency of running answers on an idle system, and while long prompts arrive, on one
+server that does both phases and on a pair. Both are given in the same run; every server has ``--threads``
+threads, so where there are fewer cores than servers the pair pays for it.
+
+``transfer``: bytes a second of the shared_memory backend against ``memcpy`` of the same bytes, for runs of
+consecutive pages, for single pages in a shuffled order, and for single tokens (unequal TP).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from interlock.engine.client import Engine
+from interlock.engine.endpoints import free_ports
+from interlock.engine.messages import AddRequest, Meeting, SamplingParams
+from interlock.kv.transfer.base import Pieces
+from interlock.kv.transfer.shared_memory.pools import SharedReceiver, SharedSender
+from interlock.launch import plan_launch
+from interlock.options import Options
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+class System:
+    """One engine, or a prefill and a decode engine, behind one way of asking."""
+
+    def __init__(self, engines: list[Engine], port: int) -> None:
+        self._engines = engines
+        self._port = port
+        self._asked = 0
+
+    async def stream(self, prompt: tuple[int, ...], tokens: int, gaps: list[float] | None) -> None:
+        """Ask; the times between tokens after the first go to ``gaps``."""
+        self._asked += 1
+        pair = len(self._engines) == 2
+        meeting = Meeting(host="127.0.0.1", port=self._port, room=self._asked) if pair else None
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        message = AddRequest(
+            request_id=f"q{self._asked}", token_ids=prompt, sampling=sampling, meeting=meeting
+        )
+        first = asyncio.create_task(self._drain(message)) if pair else None
+        last = None
+        async for delta in self._engines[-1].stream(message):
+            if delta.error:
+                raise RuntimeError(delta.error)
+            now = time.perf_counter()
+            if last is not None and delta.token_ids and gaps is not None:
+                gaps.append(now - last)
+            last = now
+        if first is not None:
+            await first
+
+    async def _drain(self, message: AddRequest) -> None:
+        async for _ in self._engines[0].stream(message):
+            pass
+
+    async def close(self) -> None:
+        for engine in self._engines:
+            await engine.close()
+
+
+async def start(args: argparse.Namespace, *, pair: bool) -> System:
+    (port,) = free_ports("127.0.0.1", 1)
+    base = {
+        "threads": args.threads,
+        "device": "cpu",
+        "max_model_len": args.prompt + 2048,
+        "kv_memory": args.kv_memory,
+        "prefix_cache": False,
+    }
+    roles: list[dict[str, object]] = [{}]
+    if pair:
+        roles = [
+            {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": port},
+            {"disaggregation_mode": "decode"},
+        ]
+    engines = [await Engine.start(plan_launch(args.model, Options.of(**base, **role))) for role in roles]
+    return System(engines, port)
+
+
+def prompt_of(length: int, salt: int) -> tuple[int, ...]:
+    rng = random.Random(salt)
+    return tuple(rng.randrange(8, 400) for _ in range(length))
+
+
+async def measure(args: argparse.Namespace, system: System) -> dict[str, float | int]:
+    """p50 and p99 of the gaps while nothing arrives, and while a long prompt is always being computed."""
+    gaps: list[float] = []
+    await system.stream(prompt_of(args.prompt, 0), 2, None)
+    decodes = [
+        asyncio.create_task(system.stream(prompt_of(16, 100 + i), args.tokens, gaps))
+        for i in range(args.running)
+    ]
+    await asyncio.sleep(1)
+    gaps.clear()
+    await asyncio.sleep(args.seconds)
+    idle = list(gaps)
+    gaps.clear()
+    end, prompts = time.perf_counter() + args.seconds, 0
+    while time.perf_counter() < end and not all(task.done() for task in decodes):
+        await system.stream(prompt_of(args.prompt, prompts), 1, None)
+        prompts += 1
+    loaded = list(gaps)
+    if any(task.done() for task in decodes):
+        raise SystemExit("the answers ended during the measurement: raise --tokens or lower --seconds")
+    for task in decodes:
+        task.cancel()
+    await asyncio.gather(*decodes, return_exceptions=True)
+    return {
+        "idle_p50_ms": statistics.median(idle) * 1e3,
+        "idle_p99_ms": percentile(idle, 0.99) * 1e3,
+        "loaded_p50_ms": statistics.median(loaded) * 1e3,
+        "loaded_p99_ms": percentile(loaded, 0.99) * 1e3,
+        "p99_ratio": percentile(loaded, 0.99) / percentile(idle, 0.99),
+        "prompts": prompts,
+        "gaps": len(loaded),
+    }
+
+
+async def itl(args: argparse.Namespace) -> None:
+    results = {}
+    for name, pair in (("aggregated", False), ("pair", True)):
+        system = await start(args, pair=pair)
+        try:
+            results[name] = await measure(args, system)
+        finally:
+            await system.close()
+        print(json.dumps({name: {k: round(v, 3) for k, v in results[name].items()}}), flush=True)
+
+
+def pieces_of(total: int, size: int, *, shuffled: bool) -> Pieces:
+    count = total // size
+    starts = np.arange(count, dtype=np.int64) * size
+    target = starts.copy()
+    if shuffled:
+        np.random.default_rng(0).shuffle(target)
+    zeros = np.zeros(count, dtype=np.int64)
+    return Pieces(zeros, starts, zeros, target, np.full(count, size, dtype=np.int64))
+
+
+def best(work: Callable[[], None], nbytes: int, repeats: int = 7) -> float:
+    """GB/s of the fastest of some runs."""
+    times = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begun)
+    return nbytes / min(times) / 1e9
+
+
+def transfer(args: argparse.Namespace) -> None:
+    total = args.mib << 20
+    receiver, sender = SharedReceiver(""), SharedSender("")
+    theirs = receiver.allocate([total])
+    mine = torch.randint(0, 255, (total,), dtype=torch.uint8)
+    plain = torch.zeros(total, dtype=torch.uint8)
+    sender.register([mine])
+    number = sender.connect(receiver.register(theirs), [total])
+    copy = best(lambda: ctypes.memmove(plain.data_ptr(), mine.data_ptr(), total) and None, total)
+    print(json.dumps({"memcpy_gb_per_s": round(copy, 2)}))
+    for name, size, shuffled in (
+        ("consecutive pages", total // 16, False),
+        ("single pages", args.page_kib << 10, True),
+        ("single tokens", 4096, True),
+    ):
+        pieces = pieces_of(total, size, shuffled=shuffled)
+        rate = best(lambda pieces=pieces: sender.write(number, pieces), pieces.nbytes)
+        print(json.dumps({name: {"gb_per_s": round(rate, 2), "of_memcpy": round(rate / copy, 3)}}))
+    sender.close()
+    receiver.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    verbs = parser.add_subparsers(required=True)
+    first = verbs.add_parser("itl")
+    first.add_argument("--model", default="tiny-random")
+    first.add_argument("--threads", type=int, default=1)
+    first.add_argument("--seconds", type=float, default=15)
+    first.add_argument("--prompt", type=int, default=2000, help="tokens of each arriving prompt")
+    first.add_argument("--tokens", type=int, default=2000, help="longest running answer")
+    first.add_argument("--running", type=int, default=4)
+    first.add_argument("--kv-memory", default="256MiB")
+    first.set_defaults(run=lambda args: asyncio.run(itl(args)))
+    second = verbs.add_parser("transfer")
+    second.add_argument("--mib", type=int, default=256)
+    second.add_argument("--page-kib", type=int, default=64)
+    second.set_defaults(run=transfer)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
