@@ -93,10 +93,12 @@ def proxy_of(cluster: Cluster) -> str:
 
 
 def bare(answer: dict[str, Any]) -> dict[str, Any]:
-    """Without what is new in every answer; floats as a router's own JSON may round them."""
-    kept = {
-        name: value for name, value in answer.items() if name not in ("id", "created", "system_fingerprint")
-    }
+    """Without what is new in every answer or hangs on what a cache held before; floats as a router's own
+    JSON may round them."""
+    new = ("id", "created", "system_fingerprint")
+    kept = {name: value for name, value in answer.items() if name not in new}
+    if kept.get("usage"):
+        kept["usage"] = {k: v for k, v in kept["usage"].items() if k != "prompt_tokens_details"}
     return json.loads(json.dumps(kept), parse_float=lambda text: round(float(text), 6))
 
 
