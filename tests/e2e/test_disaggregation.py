@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,6 +194,26 @@ def test_a_prefill_server_that_is_not_there(cluster: Cluster) -> None:
     assert answer.status_code == 502
     assert "prefill server 127.0.0.1:" in answer.json()["error"]["message"]
     assert answer.json()["error"]["code"] == "transfer_failed"
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\xff\xff\xff",
+        b"\x04\x00\x00\x00\xc1\xc1\xc1\xc1",
+        b"\x00\x00\x00\x00",
+        b"",
+    ],
+)
+def test_garbage_at_the_bootstrap_port_is_cut_off(cluster: Cluster, garbage: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", cluster.bootstrap_port), timeout=TIMEOUT * 3) as stranger:
+        stranger.sendall(garbage)
+        stranger.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):
+            while stranger.recv(4096):
+                pass
+    compare(cluster, cluster.proxy, "/v1/completions", completion(11))
 
 
 def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
