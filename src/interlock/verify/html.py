@@ -18,7 +18,8 @@ STYLE = """
 :root { color-scheme: light dark; --fg: #18212b; --muted: #5a6775; --bg: #f4f6f8; --panel: #ffffff;
   --line: #dbe1e7; --good: #12735d; --mild: #9a6208; --bad: #b42318; --accent: #12735d; --second: #8250df; }
 @media (prefers-color-scheme: dark) { :root { --fg: #dfe6ed; --muted: #93a1af; --bg: #0e1217;
-  --panel: #151b22; --line: #27313b; --good: #46c09f; --mild: #e0a94a; --bad: #ff8579; --accent: #46c09f; --second: #bc8cff; } }
+  --panel: #151b22; --line: #27313b; --good: #46c09f; --mild: #e0a94a; --bad: #ff8579;
+  --accent: #46c09f; --second: #bc8cff; } }
 * { box-sizing: border-box; }
 body { font: 14px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg); max-width: 1000px;
   margin: 0 auto; padding: 1.5rem 1rem 3rem; font-variant-numeric: tabular-nums; }
