@@ -132,7 +132,8 @@ def test_torchrun_starts_every_rank_and_ends_them_all(one_process: Answers) -> N
         process.wait()
         _, alive = psutil.wait_procs(children, 10)
         assert alive == []
-        assert "Finished server process" in process.text
+        assert "a signal came: new requests are refused, running ones may finish" in process.text
+        assert "interlock: rank" not in process.text
 
 
 def test_any_launcher_of_two_machines_with_the_usual_variables(one_process: Answers) -> None:

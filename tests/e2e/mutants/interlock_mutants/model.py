@@ -39,6 +39,11 @@ class SwappedRunner(MiMoV2):
 class Nothing:
     """A feed-forward layer that adds nothing."""
 
+    takes_quantised = False
+
+    def tell_format(self, formats: object) -> None:
+        return
+
     def load(self, source: WeightSource, prefix: str) -> None:
         return
 
@@ -67,8 +72,10 @@ class SkipsALayer(MiMoV2):
         layer._transformed = self._zero  # type: ignore[method-assign]
 
     @staticmethod
-    def _zero(hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        return torch.zeros_like(hidden)
+    def _zero(
+        attended: torch.Tensor, residual: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(attended), attended + residual
 
 
 class SlowToLoad(MiMoV2):
