@@ -19,7 +19,7 @@ import pytest
 from interlock.engine.endpoints import free_ports
 from tests.e2e.processes import BASE, READY, SERVE, Process, Served, environment, running, wait_until
 
-TIMEOUT = 3
+TIMEOUT = 6
 LETTERS = "the quick brown fox jumps over the lazy dog and on "
 
 
@@ -141,17 +141,22 @@ def compare(cluster: Cluster, router: str, path: str, body: dict[str, Any]) -> N
     assert bare(answer.json()) == bare(due.json())
 
 
-def events(url: str, body: dict[str, Any]) -> dict[int, list[Any]]:
-    """Events by choice: how choices take turns is nobody's promise."""
-    found: dict[int, list[Any]] = {}
+def streamed(url: str, body: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """What each choice streamed, joined: how choices take turns, and how many tokens an event holds, is
+    nobody's promise."""
+    found: dict[int, dict[str, Any]] = {}
     with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as answer:
         assert answer.status_code == 200, answer.read()
         lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
     for line in lines:
-        event = bare(json.loads(line[6:]))
-        for choice in event["choices"]:
-            found.setdefault(choice["index"], []).append(event)
+        for choice in bare(json.loads(line[6:]))["choices"]:
+            joined = found.setdefault(choice["index"], {"text": "", "scores": [], "end": None})
+            joined["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            scores = choice.get("logprobs") or {}
+            joined["scores"] += scores.get("content") or scores.get("token_logprobs") or []
+            joined["end"] = choice["finish_reason"] or joined["end"]
     assert found
+    assert all(joined["end"] for joined in found.values())
     return found
 
 
@@ -164,7 +169,7 @@ def test_the_same_answer_through_our_proxy(cluster: Cluster, path: str, body: di
 @pytest.mark.parametrize("index", [0, 3, 4, 8])
 def test_the_same_stream_through_our_proxy(cluster: Cluster, index: int) -> None:
     path, body = REQUESTS[index]
-    assert events(cluster.proxy + path, body) == events(cluster.plain.url + path, body)
+    assert streamed(cluster.proxy + path, body) == streamed(cluster.plain.url + path, body)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -303,4 +308,4 @@ def test_the_same_answer_through_sglang_router(
 @pytest.mark.parametrize("index", [0, 3, 8])
 def test_the_same_stream_through_sglang_router(cluster: Cluster, sglang_router: str, index: int) -> None:
     path, body = REQUESTS[index]
-    assert events(sglang_router + path, body) == events(cluster.plain.url + path, body)
+    assert streamed(sglang_router + path, body) == streamed(cluster.plain.url + path, body)

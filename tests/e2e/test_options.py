@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -279,7 +280,9 @@ def prove_max_waiting_requests(launches: Launches) -> None:
     body = {"model": "tea", "prompt": [5] * 8, "max_tokens": 150, "ignore_eos": True, "stream": True, "n": 30}
     options = {"headers": {"Authorization": f"Bearer {KEY}"}, "timeout": 60}
     with httpx.stream("POST", served.url + "/v1/completions", json=body, **options) as answer:
-        next(answer.iter_lines())
+        assert answer.status_code == 200, answer.read()
+        while not served.get("/load", headers=options["headers"]).json()["waiting"]:
+            time.sleep(0.02)
         refused = post(served, "/v1/completions", model="tea", prompt="x")
         assert refused.status_code == 429
         assert "Retry-After" in refused.headers

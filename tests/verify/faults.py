@@ -81,8 +81,8 @@ def not_renormalised(runner: ModelRunner) -> None:
 
 def bias_in_weights(runner: ModelRunner) -> None:
     def route(router: Router, original: Any) -> Any:
-        def faulty(hidden: torch.Tensor, live_tokens: int) -> Routes:
-            routes = original(hidden, live_tokens)
+        def faulty(hidden: torch.Tensor, live_tokens: int, live_count: torch.Tensor | None) -> Routes:
+            routes = original(hidden, live_tokens, live_count)
             weights = router.scores(hidden)[1].gather(1, routes.ids.clamp_min(0))
             weights = scaled_weights(weights, router.card).masked_fill(routes.ids < 0, 0.0)
             return Routes(routes.ids, weights)

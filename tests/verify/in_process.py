@@ -60,6 +60,7 @@ class InProcessArm:
                 **self._runner.receipts(),
                 **observe_scheduler(self._scheduler),
                 "overlap_schedule": False,
+                "disaggregation_mode": "none",
                 "stall_timeout": plan.stall_timeout,
                 "nnodes": 1,
                 "node_rank": 0,

@@ -113,8 +113,8 @@ def near_tie(runner: ModelRunner) -> None:
     layer: Any = runner.model.layers[2].experts
     original = layer._router.route
 
-    def route(hidden: torch.Tensor, live_tokens: int) -> Routes:
-        routes = original(hidden, live_tokens)
+    def route(hidden: torch.Tensor, live_tokens: int, live_count: torch.Tensor | None) -> Routes:
+        routes = original(hidden, live_tokens, live_count)
         scores = layer._router.scores(hidden)[1]
         ranked = scores.sort(-1, descending=True)
         tied = ranked.values[:, 3] - ranked.values[:, 4] < layer.near
