@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from interlock.engine.messages import AddRequest, SamplingParams
+from interlock.engine.scheduler import Scheduler
 from interlock.errors import Refusal
 from interlock.options import Options
 from interlock.plan.launch_plan import LaunchPlan
@@ -149,3 +151,25 @@ def test_weights_match_the_card_on_one_rank() -> None:
     facts = machine(memory_total=4 << 40, memory_available=4 << 40)
     plan = resolve(Options.of(model="m"), card, facts)
     assert plan.memory.weights == pytest.approx(card.parameters * 2, rel=0.002)
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(8, 2048), (32, 512), (5, 3000), (60, 250)])
+def test_window_pages_hold_a_chunk_of_many_prompts(count: int, tokens: int) -> None:
+    """A chunk that several prompts fill together is not cut by a pool that was sized for one long prompt."""
+    options = Options.of(
+        model="m",
+        max_model_len=9216,
+        max_running_requests=64,
+        chunked_prefill_size=min(16384, count * tokens),
+        prefix_cache=False,
+        num_hidden_layers=12,
+        load_format="dummy",
+    )
+    scheduler = Scheduler(resolve(options, mimo_card(), gpu_machine(1)))
+    sampling = SamplingParams(max_tokens=4)
+    for index in range(count):
+        prompt = tuple(range(1, tokens + 1))
+        assert not scheduler.add(AddRequest(request_id=str(index), token_ids=prompt, sampling=sampling))
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert batch.arrays.live_tokens == min(16384, count * tokens)

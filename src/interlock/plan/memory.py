@@ -138,9 +138,11 @@ def _least_pages(spaces: PageSpaces, length: int, chunk: int) -> tuple[int, int]
 
 
 def _wanted_window(spaces: PageSpaces, longest: int, chunk: int, running: int, cached: bool) -> int:
-    """All running requests decoding beside one chunk; twice that where finished prefixes keep a tail."""
+    """All running requests decoding beside one chunk, of one request or of many; twice what decodes where
+    finished prefixes keep a tail."""
     decoding = running * spaces.window_pages_for(longest, 1)
-    return decoding * (2 if cached else 1) + spaces.least_window_pages(longest, chunk)
+    prefill = max(spaces.least_window_pages(longest, chunk), spaces.pages(min(chunk, running * longest)))
+    return decoding * (2 if cached else 1) + prefill
 
 
 def _budget(
