@@ -143,7 +143,7 @@ def test_grammars_at_hand_are_bounded_in_bytes(gate: GrammarGate, monkeypatch: p
     sizes = len(wait_released(gate, 4))
     assert sizes == 4
     assert all(gate.take(add(spec.text, spec)) for spec in specs)
-    monkeypatch.setattr(grammar_module, "BYTES_AT_HAND", 1)
+    monkeypatch.setattr(gate, "_most_bytes", 1)
     gate.take(add("new", GrammarSpec(kind="regex", text="new")))
     wait_released(gate, 1)
     assert gate.take(add("again", GrammarSpec(kind="regex", text="new"))) is not None

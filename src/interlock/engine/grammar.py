@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("interlock.engine")
 Int32s = npt.NDArray[np.int32]
 
-BYTES_AT_HAND = 256 << 20
+BYTES_AT_HAND_PER_TOKEN = 1024
+LEAST_BYTES_AT_HAND = 8 << 20
+"""For some 120 grammars of usual size, whatever the vocabulary."""
 ROWS_FOR_THREADS = 4
 PREPARE_FROM_TOKENS = 8192
 """Vocabularies from this size on are made ready while weights are read; smaller ones take milliseconds."""
@@ -158,6 +160,7 @@ class GrammarGate:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="interlock-grammar")
         self._at_hand: OrderedDict[bytes, Compiled] = OrderedDict()
         self._bytes_at_hand = 0
+        self._most_bytes = max(LEAST_BYTES_AT_HAND, BYTES_AT_HAND_PER_TOKEN * plan.card.vocab_size)
         self._held: dict[str, tuple[AddRequest, Future[Compiled]]] = {}
         self._preparing: Future[GrammarCompiler] | None = None
 
@@ -220,7 +223,7 @@ class GrammarGate:
         if key not in self._at_hand:
             self._bytes_at_hand += compiled.bytes
         self._at_hand[key] = compiled
-        while self._bytes_at_hand > BYTES_AT_HAND and len(self._at_hand) > 1:
+        while self._bytes_at_hand > self._most_bytes and len(self._at_hand) > 1:
             _, dropped = self._at_hand.popitem(last=False)
             self._bytes_at_hand -= dropped.bytes
 

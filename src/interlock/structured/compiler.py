@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 MAX_WHITESPACE = 32
 """Blanks between two tokens of JSON; without a limit a model may write them for ever."""
-CACHE_BYTES = 256 << 20
+CACHE_BYTES_PER_TOKEN = 256
+LEAST_CACHE_BYTES = 4 << 20
 MAX_THREADS = 4
+SHOWN_CHARS = 500
+"""Of what the compiler says; it may repeat the whole grammar."""
 _LOG_PREFIX = re.compile(r"^\[[\d:]+\] \S+?:\d+: (?:Warning: )?", re.MULTILINE)
 
 
@@ -76,14 +79,23 @@ class GrammarCompiler:
                 vocab_size=len(self.vocabulary.tokens),
                 stop_token_ids=list(self.vocabulary.stop_ids),
             )
-            compiler = xgr.GrammarCompiler(info, max_threads=self._threads, cache_limit_bytes=CACHE_BYTES)
+            compiler = xgr.GrammarCompiler(
+                info, max_threads=self._threads, cache_limit_bytes=cache_bytes(len(self.vocabulary.tokens))
+            )
             self._compilers[markers] = compiler
         return compiler
 
 
+def cache_bytes(vocab_size: int) -> int:
+    """Bytes that the compiler may keep of what it compiled: masks, which grow with the vocabulary, of rules
+    that the next grammar may have too. 32 typical grammars hit it as often as 200 do."""
+    return max(LEAST_CACHE_BYTES, CACHE_BYTES_PER_TOKEN * vocab_size)
+
+
 def plain_message(text: str) -> str:
-    """A message of the C++ library without its time, file and line."""
-    return " ".join(_LOG_PREFIX.sub("", text).split())
+    """A message of the C++ library without its time, file and line, cut to a readable length."""
+    plain = " ".join(_LOG_PREFIX.sub("", text).split())
+    return plain if len(plain) <= SHOWN_CHARS else plain[:SHOWN_CHARS] + "..."
 
 
 def _import_xgrammar() -> Any:
