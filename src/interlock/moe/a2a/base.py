@@ -40,6 +40,8 @@ class BufferShape:
         capacity: T for each phase.
         layouts: layout of each phase.
         alignment: A, multiple at which expert segments of the contiguous layout start.
+        nodes: machines that the group is spread over evenly.
+        mode: one of the backend's ``modes``, "" where it has none.
     """
 
     ranks: int
@@ -52,6 +54,47 @@ class BufferShape:
     capacity: Mapping[Phase, int]
     layouts: Mapping[Phase, Layout]
     alignment: int = 1
+    nodes: int = 1
+    mode: str = ""
+
+
+class SiteFacts(Protocol):
+    """What a backend's own check may know of a machine: see ``interlock.plan.facts.MachineFacts``."""
+
+    @property
+    def packages(self) -> Mapping[str, str]: ...
+
+    @property
+    def environment(self) -> Mapping[str, str]: ...
+
+    @property
+    def rdma_devices(self) -> tuple[str, ...]: ...
+
+
+class Site(Protocol):
+    """Where a backend would be used, as its own ``check`` sees it. ``ep_size`` is None where not decided."""
+
+    @property
+    def nnodes(self) -> int: ...
+
+    @property
+    def ep_size(self) -> int | None: ...
+
+    @property
+    def facts(self) -> SiteFacts: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """Ways of exchanging that a user chooses with an option of the backend's own.
+
+    ``option`` is the option's name; ``one_node`` and ``several_nodes`` list what works there, the first
+    being taken when the user leaves it open.
+    """
+
+    option: str
+    one_node: tuple[str, ...]
+    several_nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +116,15 @@ class A2ABackend:
         fixed_capacity: buffers are allocated at start-up; else ``buffer_bytes`` is a peak of transient rows.
         requires_full_ep: every rank of the world must hold different experts (ep_size == tp_size).
         ordered_rows: rows of one expert are ordered by (source rank, token), so layouts are reproducible.
+        result_dtypes: dtypes that results can come home in.
+        even_experts: the number of experts must be a multiple of the number of ranks.
+        max_top_k, max_local_experts: most experts a token, most experts on a rank; None for any.
+        min_capability: least compute capability of a GPU.
+        modes: ways of exchanging that the user chooses between, None for one way.
+        check: why it cannot be used at a site, beyond what the fields say, or None: one line that ends in
+            what to do. Imports nothing heavy.
+        distributions: packages whose versions ``check`` looks at. ``variables``: environment variables.
+        never_run: what it still has to be run on before anything is claimed; "" once it was.
         buffer_bytes: bytes one rank needs.
         dispatcher: "module:Class", constructed with a ``DispatcherSpec``.
     """
@@ -96,11 +148,33 @@ class A2ABackend:
     fixed_capacity: bool = False
     requires_full_ep: bool = True
     ordered_rows: bool = True
+    result_dtypes: frozenset[str] = frozenset({"float32", "bfloat16"})
+    even_experts: bool = False
+    max_top_k: int | None = None
+    max_local_experts: int | None = None
+    min_capability: tuple[int, int] = (0, 0)
+    modes: Modes | None = None
+    check: Callable[[Site], str | None] | None = None
+    distributions: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    never_run: str = ""
 
     @property
     def spans_nodes(self) -> bool:
         """Whether ranks may live on several machines."""
         return bool(self.links & {"tcp", "rdma"})
+
+
+def routing_problem(backend: A2ABackend, ranks: int, num_experts: int, top_k: int) -> str | None:
+    """Why ``backend`` cannot route over so many ranks, experts and choices, or None."""
+    local = -(-num_experts // ranks)
+    if backend.even_experts and num_experts % ranks:
+        return f"needs a number of experts that {ranks} ranks hold evenly, not {num_experts}"
+    if backend.max_top_k is not None and top_k > backend.max_top_k:
+        return f"routes a token to at most {backend.max_top_k} experts, not {top_k}"
+    if backend.max_local_experts is not None and local > backend.max_local_experts:
+        return f"holds at most {backend.max_local_experts} experts on a rank, not {local}"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +191,8 @@ class DispatcherSpec:
         alignment: A, multiple at which expert segments of the contiguous layout start.
         deterministic: the bits of the output must not depend on the number of ranks.
         timeout: seconds to wait for a peer before raising an error that names it.
+        nodes: machines that the group is spread over evenly.
+        mode: one of the backend's ``modes``, "" where it has none.
         validate: check every id (range, duplicates) and raise naming the token; meant for debugging.
     """
 
@@ -135,6 +211,8 @@ class DispatcherSpec:
     alignment: int = 1
     deterministic: bool = False
     timeout: float = 60.0
+    nodes: int = 1
+    mode: str = ""
     validate: bool = False
 
     @property
@@ -240,6 +318,7 @@ class DispatcherReceipt:
         buffer_bytes: bytes allocated when it was built.
         peak_bytes: largest number of bytes of rows that one dispatch held.
         dispatches, combines: calls that succeeded.
+        mode: of the exchange, as the live object tells; "" where the backend has one way only.
     """
 
     name: str
@@ -251,6 +330,7 @@ class DispatcherReceipt:
     peak_bytes: int
     dispatches: int
     combines: int
+    mode: str = ""
     extra: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -23,6 +23,7 @@ from interlock.moe.a2a.base import (
     ExpertInput,
     Handle,
     MaskedRows,
+    routing_problem,
 )
 from interlock.moe.routing import validate_routes
 from interlock.moe.terms import Phase
@@ -44,6 +45,8 @@ def buffer_shape(spec: DispatcherSpec) -> BufferShape:
         capacity=spec.capacity,
         layouts=spec.layouts,
         alignment=spec.alignment,
+        nodes=spec.nodes,
+        mode=spec.mode,
     )
 
 
@@ -143,7 +146,12 @@ class CheckedDispatcher(ABC):
             peak_bytes=self._peak_bytes,
             dispatches=self._dispatches,
             combines=self._combines,
+            mode=self._mode(),
         )
+
+    def _mode(self) -> str:
+        """What the receipt says of the mode of the exchange."""
+        return ""
 
     def close(self) -> None:
         """See ``Dispatcher.close``."""
@@ -201,6 +209,8 @@ def _check_spec(spec: DispatcherSpec, declaration: A2ABackend) -> None:
             raise ContractError(f"{name} cannot produce {layout.value} rows in {phase.value}")
     if spec.row_dtype not in declaration.row_dtypes:
         raise ContractError(f"{name} cannot carry {spec.row_dtype} rows")
+    if spec.dtype not in {ROW_DTYPES[known] for known in declaration.result_dtypes}:
+        raise ContractError(f"{name} cannot bring results of {spec.dtype} home")
     if spec.device.type not in declaration.devices:
         raise ContractError(f"{name} does not run on {spec.device.type}")
     if not declaration.min_ranks <= ranks <= (declaration.max_ranks or ranks):
@@ -210,6 +220,9 @@ def _check_spec(spec: DispatcherSpec, declaration: A2ABackend) -> None:
             f"{name} needs a hidden size that is a multiple of {declaration.hidden_multiple}, "
             f"not {spec.hidden_size}"
         )
+    problem = routing_problem(declaration, ranks, spec.num_experts, spec.top_k)
+    if problem:
+        raise ContractError(f"{name} {problem}")
 
 
 def _bytes_of(rows: ExpertInput) -> int:

@@ -76,18 +76,20 @@ def settings(backend: A2ABackend, ranks: int, seed: int) -> Iterator[Setting]:
     layouts = list(product(*(sorted(backend.layouts[phase]) for phase in Phase)))
     hidden = [size for size in HIDDEN if size % backend.hidden_multiple == 0] or [backend.hidden_multiple]
     combinations = list(product(layouts, sorted(backend.row_dtypes), ("float32", "bfloat16")))
-    combinations = [c for c in combinations if c[1] in ("fp8", c[2])]
+    combinations = [c for c in combinations if c[1] in ("fp8", c[2]) and c[2] in backend.result_dtypes]
     order = random.Random(seed)
     index = 0
     while True:
         order.shuffle(combinations)
         for chosen, row_dtype, dtype in combinations:
             experts = ranks + order.choice((0, 1, ranks, 2 * ranks + 1, 3 * ranks))
+            if backend.even_experts:
+                experts -= experts % ranks
             yield Setting(
                 index=index,
                 ranks=ranks,
                 num_experts=experts,
-                top_k=min(experts, order.choice((1, 2, 3, 4, 8))),
+                top_k=min(experts, order.choice((1, 2, 3, 4, 8)), backend.max_top_k or experts),
                 hidden_size=order.choice(hidden),
                 row_dtype=row_dtype,
                 dtype=dtype,
