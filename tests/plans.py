@@ -38,6 +38,8 @@ def make_plan(card: ModelCard, **overrides: Any) -> LaunchPlan:
         "nnodes": 1,
         "node_rank": 0,
         "dist_init": "",
+        "ranks_per_gpu": 1,
+        "nccl_library": "",
         "moe_a2a_backend": "none",
         "moe_runner_backend": "torch",
         "moe_layout_prefill": "replicated",

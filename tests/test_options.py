@@ -36,6 +36,7 @@ FROZEN = [
     "ep_size",
     "attn_dp_size",
     "nnodes",
+    "ranks_per_gpu",
     "node_rank",
     "dist_init",
     "stall_timeout",
@@ -80,6 +81,7 @@ RULES_ONLY = {
     "moe_layout_prefill",
     "moe_layout_decode",
     "moe_buffer_bytes",
+    "nccl_library",
     "memory",
     "provenance",
 }
@@ -103,6 +105,7 @@ CHANGED: dict[str, tuple[str, dict[str, object]]] = {
     "ep_size": ("2", {"tp_size": 2}),
     "attn_dp_size": ("2", {"tp_size": 2}),
     "nnodes": ("2", {"tp_size": 2, "dist_init": "10.0.0.1:29500"}),
+    "ranks_per_gpu": ("2", {"tp_size": 2}),
     "node_rank": ("1", {"tp_size": 2, "nnodes": 2, "dist_init": "10.0.0.1:29500"}),
     "dist_init": ("10.0.0.1:29500", {}),
     "stall_timeout": ("5", {}),
@@ -142,7 +145,7 @@ CHANGED: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-ON_A_GPU = {"quantization", "cuda_graph_max_batch", "overlap_schedule"}
+ON_A_GPU = {"quantization", "cuda_graph_max_batch", "overlap_schedule", "ranks_per_gpu"}
 """Options that change a plan on a GPU only."""
 ONE_CHOICE = {"device", "disaggregation_transfer_backend"}
 """Options of which this machine leaves one value only, which auto takes too."""

@@ -145,6 +145,10 @@ _DEFINITIONS: Final = (
         help="machines that the ranks are spread over evenly", peers=("num-nodes",),
     ),
     Option(
+        "ranks_per_gpu", Kind.INTEGER, 1, PARALLEL, items=("ranks_per_gpu",), minimum=1,
+        help="rehearsal: ranks that share one GPU, to see that a deployment is correct, never how fast it is",
+    ),
+    Option(
         "node_rank", Kind.INTEGER, 0, PARALLEL, items=("node_rank",), minimum=0,
         help="which of the machines this is, from 0",
     ),

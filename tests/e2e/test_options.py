@@ -338,6 +338,10 @@ PROOFS: Final[Mapping[str, Proof]] = MappingProxyType(
         "ep_size": receipt("nodes", "ep_size", 2),
         "attn_dp_size": receipt("two", "attn_dp_size", 2),
         "nnodes": receipt("nodes", "nnodes", 2),
+        "ranks_per_gpu": refused(
+            *("tiny-random", "--tp-size", "2", "--device", "cpu", "--ranks-per-gpu", "2"),
+            words="--ranks-per-gpu 2: ranks share GPUs, and with --device cpu there is none",
+        ),
         "node_rank": prove_node_rank,
         "dist_init": prove_dist_init,
         "stall_timeout": receipt("one", "stall_timeout", 33),

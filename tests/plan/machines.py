@@ -7,6 +7,7 @@ from typing import Any
 from interlock.models.card_reader import find_family
 from interlock.plan.card import AttentionCard, ExpertsCard, LayerCard, ModelCard
 from interlock.plan.facts import Device, MachineFacts
+from interlock.plan.nccl import NcclLibrary
 
 GIB = 1 << 30
 
@@ -33,7 +34,8 @@ def gpu_machine(
     name = "NVIDIA H200" if capability == "9.0" else "GPU"
     device = Device(kind="cuda", name=name, memory_total=memory, memory_free=memory, capability=capability)
     packages = {"torch": "2.11.0+cu130"} | ({} if triton is None else {"triton": triton})
-    return machine(devices=(device,) * gpus, packages=packages, cores=128)
+    nccl = NcclLibrary(path="/torch/nvidia/nccl/lib/libnccl.so.2", version="2.30.7", of_torch=True)
+    return machine(devices=(device,) * gpus, packages=packages, cores=128, nccl=(nccl,))
 
 
 def tiny_card(**changes: Any) -> ModelCard:

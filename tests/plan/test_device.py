@@ -90,7 +90,7 @@ def test_gpus_are_taken_where_there_are_enough() -> None:
     assert "4 GPUs; 2 found" in few.provenance["device"].reason
     with pytest.raises(Refusal, match="2 found") as caught:
         plan_for(gpu_machine(gpus=2), tp_size=4, device="cuda")
-    assert caught.value.alternatives == ("--device cpu", "--tp-size 2")
+    assert caught.value.alternatives == ("--device cpu", "--tp-size 2", "--ranks-per-gpu 2")
 
 
 def test_a_cpu_build_of_torch_cannot_use_gpus() -> None:

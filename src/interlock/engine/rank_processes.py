@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from interlock.engine.stacks import StackFile, dump
 from interlock.engine.supervisor import Exit
 from interlock.parallel.store_address import StoreAddress
 from interlock.plan.launch_plan import LaunchPlan
+from interlock.plan.rehearsal import rank_environment
 
 GRACE_SECONDS = 3.0
 
@@ -102,6 +104,7 @@ def _start(spec: RankSpec) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         start_new_session=True,
         pass_fds=(spec.stacks,),
+        env=rank_environment(spec.plan.ranks_per_gpu, spec.plan.nccl_library, os.environ),
     )
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # a process that is gone already tells why by its exit code

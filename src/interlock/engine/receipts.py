@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import socket
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
 from interlock.kv.cache import cache_dtype_name
+from interlock.parallel.group import Group
+from interlock.plan.nccl import mapped_nccl
 
 if TYPE_CHECKING:
     from interlock.engine.model_runner import ModelRunner
@@ -59,6 +63,20 @@ def observe_scheduler(scheduler: Scheduler) -> dict[str, object]:
         "max_running_requests": rows,
         "chunked_prefill_size": scheduler.chunk_size,
         "prefix_cache": scheduler.store.tree is not None,
+    }
+
+
+def observe_devices(device: str, world: Group) -> dict[str, object]:
+    """How many ranks compute on this rank's GPU, and the NCCL library in use. Collective over ``world``."""
+    if device == "cpu":
+        return {"ranks_per_gpu": 1}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    identity = hashlib.sha256(f"{socket.gethostname()} {properties.uuid}".encode()).digest()
+    own = torch.frombuffer(bytearray(identity), dtype=torch.uint8).view(1, -1)
+    same = (world.all_gather(own) == own).all(dim=1)
+    return {
+        "ranks_per_gpu": int(same.sum()),
+        "nccl_library": ", ".join(map(str, mapped_nccl())),
     }
 
 

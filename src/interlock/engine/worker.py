@@ -23,7 +23,7 @@ from interlock.engine.load_report import LoadReport
 from interlock.engine.messages import RankFailed, RankReady
 from interlock.engine.model_runner import ModelRunner
 from interlock.engine.rank_loop import FollowerLoop, LeaderLoop, StepChannel
-from interlock.engine.receipts import observe_scheduler
+from interlock.engine.receipts import observe_devices, observe_scheduler
 from interlock.engine.same_launch import refuse_other_launch
 from interlock.engine.scheduler import Scheduler
 from interlock.engine.stacks import answer_with_stacks
@@ -74,7 +74,7 @@ def run_rank(spec: RankSpec) -> int:
 def _run_in_world(spec: RankSpec, endpoints: Endpoints, rendezvous: Rendezvous, told: _Told) -> None:
     plan = spec.plan
     if plan.device == "cuda":
-        torch.cuda.set_device(spec.rank % spec.ranks_on_node)
+        torch.cuda.set_device(spec.rank % spec.ranks_on_node // plan.ranks_per_gpu)
     activity = Activity("loading")
     with (
         heartbeat(told.context, endpoints.outputs, spec.rank, activity),
@@ -218,6 +218,7 @@ class _Rank:
             **self._runner.receipts(),
             **self._part.observed(),
             "stall_timeout": self._rendezvous.timeout,
+            **observe_devices(self._spec.plan.device, self._groups.world),
             "nnodes": self._groups.world.size // per_node,
             "node_rank": self._spec.rank // per_node,
         }

@@ -99,7 +99,7 @@ def recorded_arm(
 
 def _without_folders(items: dict[str, Any], plan: LaunchPlan) -> dict[str, Any]:
     """Replace the checkpoint's folder by its last part, wherever it is a value or within a reason."""
-    folders = {text for text in (plan.model_path, plan.model) if "/" in text}
+    folders = {text for text in (plan.model_path, plan.model, plan.nccl_library) if "/" in text}
     cleaned: dict[str, Any] = _replaced(items, folders)
     return cleaned
 

@@ -80,23 +80,34 @@ def _kv_cache_dtype(
 
 def _device(options: Options, facts: MachineFacts, world: World, declared: Declarations) -> Decided[str]:
     asked = asked_text(options, "device")
-    count, needed = len(facts.devices), world.local_ranks
+    count, needed, sharing = len(facts.devices), world.local_gpus, world.ranks_per_gpu.value
     torch_version = facts.packages.get("torch", "")
     problem = None
     if count < needed:
-        problem = f"{needed} ranks of this machine need {needed} GPUs; {count} found"
+        problem = f"{world.local_ranks} ranks of this machine need {needed} GPUs; {count} found"
     elif torch_version.endswith("+cpu"):
         problem = f"torch {torch_version} is a build without CUDA"
+    if sharing > 1 and asked is not None and asked.value == "cpu":
+        problem = "with --device cpu there is none"
+    if sharing > 1 and problem:
+        raise Refusal(
+            option="--ranks-per-gpu",
+            given=sharing,
+            rule=f"ranks share GPUs, and {problem}; on a CPU the ranks share the machine without this option",
+            alternatives=["--ranks-per-gpu 1"],
+        )
     if asked is not None and asked.value == "cuda" and problem:
         alternatives = ["--device cpu"]
         if 0 < count < needed and not torch_version.endswith("+cpu"):
             alternatives.append(f"--tp-size {count * world.nnodes.value}")
+            if needed % count == 0:
+                alternatives.append(f"--ranks-per-gpu {needed // count}")
         raise Refusal(option="--device", given="cuda", rule=problem, alternatives=alternatives)
     if asked is not None:
         return asked
     if problem:
         return rule("cpu", problem if count else "no GPU found")
-    return rule("cuda", f"{count} GPUs found for {needed} ranks")
+    return rule("cuda", f"{count} GPUs found for {world.local_ranks} ranks")
 
 
 def _threads(options: Options, facts: MachineFacts, world: World, kernels: str) -> Decided[int]:

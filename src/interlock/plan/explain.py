@@ -9,6 +9,7 @@ from interlock.plan.device import FP8_CACHE, FP8_CACHE_SCALE
 from interlock.plan.launch_plan import LaunchPlan, Source
 from interlock.plan.memory import size
 from interlock.plan.receipts import RULES, Mismatch, Where
+from interlock.plan.rehearsal import notice
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,7 +33,17 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "seed",
     ),
     "Machine": ("device", "kernels", "threads"),
-    "Ranks": ("tp_size", "ep_size", "attn_dp_size", "nnodes", "node_rank", "dist_init", "stall_timeout"),
+    "Ranks": (
+        "tp_size",
+        "ep_size",
+        "attn_dp_size",
+        "nnodes",
+        "node_rank",
+        "dist_init",
+        "ranks_per_gpu",
+        "nccl_library",
+        "stall_timeout",
+    ),
     "Experts": (
         "moe_a2a_backend",
         "moe_runner_backend",
@@ -112,6 +123,8 @@ def summary(plan: LaunchPlan) -> str:
         f"(weights {size(memory.weights)}, KV {size(memory.kv_full + memory.kv_window)})",
         "room: " + ", ".join(f"{name} {value}" for name, value, _ in capacities(plan)),
     ]
+    if plan.ranks_per_gpu > 1:
+        lines.append(notice(plan))
     if plan.kv_cache_dtype == FP8_CACHE:
         lines.append(f"warning: keys and values are cached as {FP8_CACHE}; {FP8_CACHE_SCALE}")
     return "\n".join(lines)

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from interlock.errors import Refusal
+from interlock.plan.nccl import NcclLibrary, nccl_libraries
 
 CORE_PACKAGES: Final = ("torch", "numpy", "safetensors", "tokenizers", "pyzmq", "msgspec", "triton")
 TRACING_PACKAGES: Final = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
@@ -42,6 +43,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
         cxx_compiler: path of a C++ compiler, or None.
         libraries: what loading each system library that was asked for gave, "" where it can be loaded.
         native_kernels_problem: why the native CPU kernels cannot be used, or None.
+        nccl: NCCL libraries, those that a process would rather load first.
     """
 
     os: str
@@ -55,6 +57,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     cxx_compiler: str | None = None
     native_kernels_problem: str | None = None
     libraries: Mapping[str, str] = {}
+    nccl: tuple[NcclLibrary, ...] = ()
 
 
 def probe(
@@ -83,6 +86,7 @@ def probe(
         cxx_compiler=next(filter(None, map(shutil.which, COMPILERS)), None),
         native_kernels_problem=native_cpu_unavailable(),
         libraries={name: _loading(name) for name in sorted(libraries)},
+        nccl=nccl_libraries(),
     )
 
 

@@ -65,6 +65,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         tp_size: ranks in the world.
         ep_size: expert-parallel ranks; experts are sliced over tp_size / ep_size ranks.
         attn_dp_size: attention replicas; attention tensor parallelism is tp_size / attn_dp_size.
+        ranks_per_gpu: consecutive ranks that share a GPU, 1 but in a rehearsal.
+        nccl_library: file that the ranks of a rehearsal load as NCCL; "" for torch's own.
         moe_layout_prefill, moe_layout_decode: layout of dispatched rows for each phase.
         moe_prefill_capacity, moe_decode_capacity: T, tokens that one rank may dispatch in one step.
         moe_buffer_bytes: bytes that the dispatcher reserves on a rank.
@@ -155,6 +157,9 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     disaggregation_bootstrap_port: int = 0
     disaggregation_timeout: float = 0.0
     disaggregation_queue_timeout: float = 0.0
+
+    ranks_per_gpu: int = 1
+    nccl_library: str = ""
 
     memory: MemoryEstimate
     provenance: dict[str, Provenance]

@@ -16,6 +16,7 @@ from interlock.plan.card import ModelCard
 from interlock.plan.decided import Decided, asked_integer, from_model, rule
 from interlock.plan.facts import MachineFacts
 from interlock.plan.launch_plan import MemoryEstimate
+from interlock.plan.rehearsal import CONTEXT_BYTES
 from interlock.plan.topology import World
 
 HOST_SHARE: Final = 0.9
@@ -80,11 +81,13 @@ class PageSpaces:
         return full_pages * self.full_page_bytes + window_pages * self.window_page_bytes
 
 
-def available_bytes(facts: MachineFacts, device: str, local_ranks: int) -> int:
+def available_bytes(facts: MachineFacts, device: str, world: World) -> int:
     """Bytes that one rank may plan with."""
     if device == "cpu":
-        return int(facts.memory_available * HOST_SHARE) // local_ranks
-    return int(min(found.memory_free for found in facts.devices[:local_ranks]) * DEVICE_SHARE)
+        return int(facts.memory_available * HOST_SHARE) // world.local_ranks
+    sharing = world.ranks_per_gpu.value
+    free = int(min(found.memory_free for found in facts.devices[: world.local_gpus]) * DEVICE_SHARE)
+    return max(0, free - (sharing - 1) * CONTEXT_BYTES) // sharing
 
 
 def widest_window(card: ModelCard, extra: int) -> int | None:

@@ -153,6 +153,8 @@ RULES: Final[Mapping[str, Rule]] = {
     "attn_dp_size": _RANK,
     "nnodes": _RANK,
     "node_rank": Rule(Where.RANK, expected=lambda plan, rank: rank // (plan.tp_size // plan.nnodes)),
+    "ranks_per_gpu": _RANK,
+    "nccl_library": Rule(Where.RANK, applies=lambda plan: plan.nccl_library != ""),
     "dist_init": _nowhere("without it no rank could have joined the world, whose size is observed"),
     "moe_a2a_backend": _layer("a2a_backend"),
     "moe_runner_backend": _layer("runner_backend"),
@@ -235,6 +237,8 @@ def option_of(item: str) -> str:
         return flags[0]
     if item == "expert dtype":
         return "--dtype"
+    if item == "nccl_library":
+        return "--ranks-per-gpu"
     return "--moe-a2a-backend" if item.startswith("moe_") or item in LAYER_RULES else item
 
 

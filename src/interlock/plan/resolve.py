@@ -23,6 +23,7 @@ from interlock.plan.launch_plan import LaunchPlan
 from interlock.plan.memory import Fixed, PageSpaces, available_bytes, decide_pools, estimate, widest_window
 from interlock.plan.moe import Experts, check_a2a, decide_a2a, decide_experts
 from interlock.plan.nearest import with_alternatives
+from interlock.plan.rehearsal import decide_rehearsal
 from interlock.plan.server import server_items
 from interlock.plan.stepping import decide_stepping
 from interlock.plan.topology import World, decide_ep, decide_world
@@ -74,6 +75,7 @@ def _resolve(
     card, layers = cut_card(options, card)
     world = decide_world(options, card)
     compute = decide_compute(options, card, facts, world, declared)
+    rehearsal = decide_rehearsal(options, facts, world.ranks_per_gpu.value)
     situation = Situation(
         device=compute.device.value,
         kernels=compute.kernels.value,
@@ -130,7 +132,7 @@ def _resolve(
     )
     extra = _window_extra(options, card)
     spaces = _page_spaces(card, world, limits, compute, extra.value)
-    available = available_bytes(facts, compute.device.value, world.local_ranks)
+    available = available_bytes(facts, compute.device.value, world)
     pools = decide_pools(options, card, world, limits, spaces, fixed, available, compute.device.value)
     items: dict[str, Decided[Any]] = {
         **_identity(options, card, model_path),
@@ -159,6 +161,8 @@ def _resolve(
         "sliding_window_extra": extra,
         **disaggregation.items(),
         **server_items(options, facts),
+        "stall_timeout": rehearsal.stall_timeout,
+        "nccl_library": rehearsal.nccl_library,
         "memory": rule(estimate(spaces, pools, fixed, available), "sum of the parts, on the largest rank"),
     }
     return _assemble(items)
@@ -172,6 +176,7 @@ def _ranks(world: World, ep: Decided[int]) -> dict[str, Decided[Any]]:
         "nnodes": world.nnodes,
         "node_rank": world.node_rank,
         "dist_init": world.dist_init,
+        "ranks_per_gpu": world.ranks_per_gpu,
     }
 
 

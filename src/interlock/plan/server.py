@@ -31,7 +31,6 @@ def server_items(options: Options, facts: MachineFacts) -> dict[str, Decided[Any
         "api_key_set": Decided(True, Source.USER, options.origin(key))
         if key
         else Decided(False, Source.DEFAULT, "default of --api-key"),
-        "stall_timeout": from_.number(options, "stall_timeout"),
         "evidence": from_.text(options, "evidence"),
         "log_level": from_.text(options, "log_level"),
         "log_format": from_.text(options, "log_format"),

@@ -15,13 +15,18 @@ from interlock.plan.decided import Decided, asked_integer, asked_text, integer, 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Ranks and machines. ``local_ranks`` run on one machine."""
+    """Ranks and machines. ``local_ranks`` run on one machine, on ``local_gpus`` where the device is a GPU."""
 
     tp_size: Decided[int]
     attn_dp_size: Decided[int]
     nnodes: Decided[int]
     node_rank: Decided[int]
     dist_init: Decided[str]
+    ranks_per_gpu: Decided[int]
+
+    @property
+    def local_gpus(self) -> int:
+        return self.local_ranks // self.ranks_per_gpu.value
 
     @property
     def local_ranks(self) -> int:
@@ -63,9 +68,22 @@ def decide_world(options: Options, card: ModelCard) -> World:
             rule=f"attention TP is tp-size / attn-dp-size = {tp.value} / {dp.value}, which is not whole",
             alternatives=[f"--attn-dp-size {size}" for size in divisors(tp.value)],
         )
-    world = World(tp, dp, nnodes, node_rank, _dist_init(options, nnodes.value))
+    sharing = _ranks_per_gpu(options, tp.value // nnodes.value)
+    world = World(tp, dp, nnodes, node_rank, _dist_init(options, nnodes.value), sharing)
     _refuse_attention(card, world)
     return world
+
+
+def _ranks_per_gpu(options: Options, local_ranks: int) -> Decided[int]:
+    given = integer(options, "ranks_per_gpu")
+    if local_ranks % given.value:
+        raise Refusal(
+            option="--ranks-per-gpu",
+            given=given.value,
+            rule=f"{local_ranks} ranks of a machine cannot be spread evenly, {given.value} to a GPU",
+            alternatives=[f"--ranks-per-gpu {size}" for size in reversed(divisors(local_ranks))],
+        )
+    return given
 
 
 def _dist_init(options: Options, nnodes: int) -> Decided[str]:
