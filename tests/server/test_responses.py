@@ -43,6 +43,30 @@ def test_a_text(served: tuple[FakeEngine, httpx.Client], sdk: openai.OpenAI) -> 
     assert engine.requests[0].sampling.temperature == 0.5
 
 
+def test_sampling_fields_of_chat_are_taken(served: tuple[FakeEngine, httpx.Client]) -> None:
+    """Load generators fix the length of answers with fields that OpenAI's own API does not have."""
+    engine, http = served
+    own = {
+        "ignore_eos": True,
+        "min_tokens": 3,
+        "top_k": 7,
+        "min_p": 0.1,
+        "stop_token_ids": [9],
+        "priority": -2,
+    }
+    engine.script("abcdef")
+    body = {"model": "tiny", "input": "x", "max_output_tokens": 16, "stop": None, **own}
+    assert http.post("/v1/responses", json=body).status_code == 200
+    (sent,) = engine.requests
+    seen = {name: getattr(sent.sampling, name) for name in own if name not in ("priority", "stop_token_ids")}
+    assert seen == {"ignore_eos": True, "min_tokens": 3, "top_k": 7, "min_p": 0.1}
+    assert (sent.sampling.stop_token_ids, sent.priority, sent.sampling.max_tokens) == ((9,), -2, 16)
+    engine.script("one two three")
+    answer = http.post("/v1/responses", json={"model": "tiny", "input": "x", "stop": " two"}).json()
+    assert answer["status"] == "completed"
+    assert answer["output"][0]["content"][0]["text"] == "one"
+
+
 def test_items_become_a_conversation(served: tuple[FakeEngine, httpx.Client], tokenizer: Tokenizer) -> None:
     engine, http = served
     items = [

@@ -58,14 +58,10 @@ class StructuredOutputs(Body):
     structural_tag: Any = None
 
 
-class GenerationBody(Body):
-    """Fields that completions and chat share. None means: use the server's default."""
+class SamplingFields(Body):
+    """How tokens are drawn and when an answer ends; all endpoints that generate have them. None means: use
+    the server's default."""
 
-    model: str
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    max_tokens: Count | None = None
     min_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -81,10 +77,20 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: Count | None = None
-    return_tokens_as_token_ids: bool | None = None
     priority: Int32 | None = None
     timeout: Annotated[float, Field(gt=0, le=86_400)] | None = None
+
+
+class GenerationBody(SamplingFields):
+    """Fields that completions and chat share."""
+
+    model: str
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    max_tokens: Count | None = None
+    prompt_logprobs: Count | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     bootstrap_host: Host | list[Host | None] | None = None
     bootstrap_port: Port | list[Port | None] | None = None

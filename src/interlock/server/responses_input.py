@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from interlock.server.errors import ApiError, bad_request
-from interlock.server.protocol import ChatBody
+from interlock.server.protocol import ChatBody, SamplingFields
 from interlock.server.responses_protocol import FunctionChoice, ResponsesBody
 
 _FIELDS = (
@@ -37,15 +37,11 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         raise bad_request("store: true is not offered: responses are not stored here", param="store")
     effort = body.reasoning.effort if body.reasoning else None
     fields: dict[str, Any] = {
+        **{name: getattr(body, name) for name in SamplingFields.model_fields},
         "model": body.model,
         "messages": _messages(body),
         "stream": body.stream,
         "max_completion_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "seed": body.seed,
-        "priority": body.priority,
-        "timeout": body.timeout,
         "tools": _tools(body.tools),
         "tool_choice": _choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from interlock.server.protocol import Body, Int32
+from interlock.server.protocol import Body, SamplingFields
 
 
 class TextFormat(Body):
@@ -39,7 +39,7 @@ class ObfuscationOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesBody(Body):
+class ResponsesBody(SamplingFields):
     """Fields without effect here are accepted at values that ask for nothing."""
 
     model: str
@@ -47,17 +47,12 @@ class ResponsesBody(Body):
     instructions: str | None = None
     stream: bool | None = False
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     previous_response_id: str | None = None
-    priority: Int32 | None = None
-    timeout: Annotated[float, Field(gt=0, le=86_400)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     store: bool | None = None
