@@ -23,6 +23,7 @@ from interlock.kernels.triton.row_blocks import (
     int32_arrays,
     max_row_blocks,
     max_slab_blocks,
+    part_of_chunk,
     power_of_two,
 )
 from interlock.kernels.triton.tuned import MoeConfig, Tile
@@ -158,9 +159,10 @@ def _chunked_lists(
         histogram, *cuts, chunks, experts, max_blocks,
         bins=bins, tile=tile, block_rows=block_rows, num_warps=8,
     )  # fmt: skip
-    route_lists.place_kernel[(chunks,)](
+    part = part_of_chunk(chunk)
+    route_lists.place_kernel[(chunks, chunk // part)](
         ids, weights, histogram, source, target, placed, places, count, k,
-        has_weights=weights is not None, chunk=chunk, bins=bins, tile=16, num_warps=8,
+        has_weights=weights is not None, chunk=chunk, part=part, bins=bins, tile=16, num_warps=4,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import torch
 from interlock.kernels.triton import placement_kernels, route_lists
 from interlock.kernels.triton.expert_tensors import GROUP
 from interlock.kernels.triton.placement import Places, max_aligned_rows
-from interlock.kernels.triton.row_blocks import int32_arrays, power_of_two
+from interlock.kernels.triton.row_blocks import int32_arrays, part_of_chunk, power_of_two
 
 GROUPS_A_PROGRAM = 8
 PROGRAMS = 132 * 32
@@ -57,8 +57,9 @@ def aligned_places(ids: torch.Tensor, experts: int, alignment: int) -> Places:
         histogram, counts, psum, live, chunks, experts, blocks,
         bins=bins, tile=max(1, 4096 // bins), alignment=alignment, num_warps=8,
     )  # fmt: skip
-    placement_kernels.place_of_lane_kernel[(chunks,)](
-        ids, histogram, of_lane, count, chunk=chunk, bins=bins, tile=16, num_warps=8
+    part = part_of_chunk(chunk)
+    placement_kernels.place_of_lane_kernel[(chunks, chunk // part)](
+        ids, histogram, of_lane, count, chunk=chunk, part=part, bins=bins, tile=16, num_warps=4
     )
     return Places(of_lane.view(ids.shape), counts, psum, live, rows, alignment)
 

@@ -153,9 +153,16 @@ def spread_starts(histogram, starts, chunks, bins: tl.constexpr, tile: tl.conste
 @triton.jit
 def rank_in_chunk(ids, expert, first, lanes, chunk: tl.constexpr, tile: tl.constexpr):
     """int32 [chunk]: how many lanes of the chunk from ``first`` on name the same expert and come before."""
-    inside = tl.arange(0, chunk)
-    before = tl.zeros([chunk, tile], tl.int32)
-    for start in range(0, chunk, tile):
+    return rank_in_part(ids, expert, first, 0, lanes, chunk, tile)
+
+
+@triton.jit
+def rank_in_part(ids, expert, first, offset, lanes, part: tl.constexpr, tile: tl.constexpr):
+    """int32 [part]: ``rank_in_chunk`` of the chunk's lanes ``offset : offset + part``, which ``expert``
+    names."""
+    inside = offset + tl.arange(0, part)
+    before = tl.zeros([part, tile], tl.int32)
+    for start in range(0, offset + part, tile):
         column = start + tl.arange(0, tile)
         across = tl.load(ids + first + column, mask=first + column < lanes, other=-1).to(tl.int32)
         same = (expert[:, None] == across[None, :]) & (column[None, :] < inside[:, None])
@@ -202,13 +209,18 @@ def scan_kernel(
 @triton.jit(do_not_specialize=["lanes"])
 def place_kernel(
     ids, weights, histogram, source, target, weight, places, lanes, k,
-    has_weights: tl.constexpr, chunk: tl.constexpr, bins: tl.constexpr, tile: tl.constexpr,
+    has_weights: tl.constexpr, chunk: tl.constexpr, part: tl.constexpr, bins: tl.constexpr,
+    tile: tl.constexpr,
 ):  # fmt: skip
-    """Write each lane of a chunk at its place: the chunk's first place plus its rank within the chunk."""
+    """Write each lane at its place: its chunk's first place plus its rank within the chunk.
+
+    Program (chunk, part of the chunk).
+    """
     first = tl.program_id(0) * chunk
-    lane = first + tl.arange(0, chunk)
+    offset = tl.program_id(1) * part
+    lane = first + offset + tl.arange(0, part)
     expert = tl.load(ids + lane, mask=lane < lanes, other=-1).to(tl.int32)
-    rank = rank_in_chunk(ids, expert, first, lanes, chunk, tile)
+    rank = rank_in_part(ids, expert, first, offset, lanes, part, tile)
     live = expert >= 0
     place = tl.load(histogram + tl.program_id(0) * bins + expert, mask=live, other=0) + rank
     tl.store(places + lane, tl.where(live, place, -1), mask=lane < lanes)

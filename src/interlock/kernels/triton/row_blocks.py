@@ -73,6 +73,11 @@ def int32_arrays(sizes: Sequence[int], device: torch.device) -> list[torch.Tenso
     return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
+def part_of_chunk(chunk: int) -> int:
+    """Lanes of a chunk that one program places: it compares them with all before them in the chunk."""
+    return min(chunk, 64 if chunk <= 256 else 128)
+
+
 def power_of_two(value: int) -> int:
     """The smallest power of two that is at least ``value``."""
     return 1 << max(0, value - 1).bit_length()
