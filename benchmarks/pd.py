@@ -1,35 +1,24 @@
-"""What separate prefill and decode servers are worth, and what the transfer between them delivers.
+"""What separate prefill and decode servers are worth (what the transfer delivers: ``kv_transfer.py``).
 
     python benchmarks/pd.py itl [--model tiny-random] [--seconds 20]
-    python benchmarks/pd.py transfer [--mib 256] [--page-kib 64]
 
 ``itl``: inter-token latency of running answers on an idle system, and while long prompts arrive, on one
 server that does both phases and on a pair. Both are given in the same run; every server has ``--threads``
 threads, so where there are fewer cores than servers the pair pays for it.
-
-``transfer``: bytes a second of the shared_memory backend against ``memcpy`` of the same bytes, for runs of
-consecutive pages, for single pages in a shuffled order, and for single tokens (unequal TP).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import json
 import random
 import statistics
 import time
-from collections.abc import Callable
-
-import numpy as np
-import torch
 
 from interlock.engine.client import Engine
 from interlock.engine.endpoints import free_ports
 from interlock.engine.messages import AddRequest, Meeting, SamplingParams
-from interlock.kv.transfer.base import Pieces
-from interlock.kv.transfer.shared_memory.pools import SharedReceiver, SharedSender
 from interlock.launch import plan_launch
 from interlock.options import Options
 
@@ -145,48 +134,6 @@ async def itl(args: argparse.Namespace) -> None:
         print(json.dumps({name: {k: round(v, 3) for k, v in results[name].items()}}), flush=True)
 
 
-def pieces_of(total: int, size: int, *, shuffled: bool) -> Pieces:
-    count = total // size
-    starts = np.arange(count, dtype=np.int64) * size
-    target = starts.copy()
-    if shuffled:
-        np.random.default_rng(0).shuffle(target)
-    zeros = np.zeros(count, dtype=np.int64)
-    return Pieces(zeros, starts, zeros, target, np.full(count, size, dtype=np.int64))
-
-
-def best(work: Callable[[], None], nbytes: int, repeats: int = 7) -> float:
-    """GB/s of the fastest of some runs."""
-    times = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begun)
-    return nbytes / min(times) / 1e9
-
-
-def transfer(args: argparse.Namespace) -> None:
-    total = args.mib << 20
-    receiver, sender = SharedReceiver(""), SharedSender("")
-    theirs = receiver.allocate([total])
-    mine = torch.randint(0, 255, (total,), dtype=torch.uint8)
-    plain = torch.zeros(total, dtype=torch.uint8)
-    sender.register([mine])
-    number = sender.connect(receiver.register(theirs), [total])
-    copy = best(lambda: ctypes.memmove(plain.data_ptr(), mine.data_ptr(), total) and None, total)
-    print(json.dumps({"memcpy_gb_per_s": round(copy, 2)}))
-    for name, size, shuffled in (
-        ("consecutive pages", total // 16, False),
-        ("single pages", args.page_kib << 10, True),
-        ("single tokens", 4096, True),
-    ):
-        pieces = pieces_of(total, size, shuffled=shuffled)
-        rate = best(lambda pieces=pieces: sender.write(number, pieces), pieces.nbytes)
-        print(json.dumps({name: {"gb_per_s": round(rate, 2), "of_memcpy": round(rate / copy, 3)}}))
-    sender.close()
-    receiver.close()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     verbs = parser.add_subparsers(required=True)
@@ -199,10 +146,6 @@ def main() -> None:
     first.add_argument("--running", type=int, default=4)
     first.add_argument("--kv-memory", default="256MiB")
     first.set_defaults(run=lambda args: asyncio.run(itl(args)))
-    second = verbs.add_parser("transfer")
-    second.add_argument("--mib", type=int, default=256)
-    second.add_argument("--page-kib", type=int, default=64)
-    second.set_defaults(run=transfer)
     args = parser.parse_args()
     args.run(args)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlock.kv.transfer.base import TransferError
+from interlock.kv.transfer.base import Pieces, TransferError
 from interlock.kv.transfer.copies import CopyPlanner, Span, head_routes
 from interlock.kv.transfer.layout import CacheLayout, refuse_different
 from interlock.kv.transfer.shared_memory.pools import SharedReceiver, SharedSender
@@ -35,6 +37,14 @@ def filled(each: CacheLayout, rank: int, tokens: int, tables: dict[bool, np.ndar
     return buffers
 
 
+def lines(pieces: Pieces) -> Iterator[tuple[int, int, int, int, int]]:
+    """(source buffer, source, target buffer, target, length) of every row of every piece."""
+    columns = (getattr(pieces, each.name).tolist() for each in fields(pieces))
+    for b, o, c, t, n, count, step, other in zip(*columns, strict=True):
+        for row in range(count):
+            yield b, o + row * step, c, t + row * other, n
+
+
 def transfer(prefill: CacheLayout, decode: CacheLayout, tokens: int, tail: int) -> None:
     """Move tokens 0:n of full layers and tail:n of sliding ones; every rank must hold exactly its heads."""
     mine = {False: page_table(prefill, tokens, 1), True: page_table(prefill, tokens, 2)}
@@ -47,14 +57,7 @@ def transfer(prefill: CacheLayout, decode: CacheLayout, tokens: int, tail: int) 
             Span(0, tokens, mine[False], theirs[False]), Span(tail, tokens, mine[True], theirs[True])
         )
         pieces.check(prefill.sizes(), decode.sizes())
-        for b, o, c, t, n in zip(
-            pieces.source_buffer,
-            pieces.source,
-            pieces.target_buffer,
-            pieces.target,
-            pieces.length,
-            strict=True,
-        ):
+        for b, o, c, t, n in lines(pieces):
             receivers[r][c][t : t + n] = senders[s][b][o : o + n]
         moved += pieces.nbytes
     wanted = 0
@@ -114,11 +117,7 @@ def test_a_span_covers_each_token_once(start: int, count: int, sizes: tuple[int,
     assert pieces.nbytes == count * sum(prefill.row_bytes(*each) for each in prefill.buffers)
     for buffer in range(len(decode.buffers)):
         row = decode.row_bytes(*decode.buffers[buffer])
-        spans = [
-            (int(t) // row, int(n) // row)
-            for b, t, n in zip(pieces.target_buffer, pieces.target, pieces.length, strict=True)
-            if b == buffer
-        ]
+        spans = [(t // row, n // row) for _, _, b, t, n in lines(pieces) if b == buffer]
         touched = sorted(r for at, n in spans for r in range(at, at + n))
         expected = [int(tables[1][t // sizes[1]]) * sizes[1] + t % sizes[1] for t in range(start, end)]
         assert touched == sorted(expected)

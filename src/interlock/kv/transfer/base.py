@@ -55,8 +55,9 @@ class TransferBackend:
 class Pieces:
     """Bytes to copy, all int64 [pieces].
 
-    Piece i is ``length[i]`` bytes at ``source[i]`` of the sender's buffer ``source_buffer[i]``, written at
-    ``target[i]`` of the receiver's buffer ``target_buffer[i]``.
+    Piece i is ``rows[i]`` times ``length[i]`` bytes, ``source_stride[i]`` apart from ``source[i]`` of the
+    sender's buffer ``source_buffer[i]`` on, written ``target_stride[i]`` apart from ``target[i]`` of the
+    receiver's buffer ``target_buffer[i]`` on.
     """
 
     source_buffer: Int64s
@@ -64,27 +65,47 @@ class Pieces:
     target_buffer: Int64s
     target: Int64s
     length: Int64s
+    rows: Int64s
+    source_stride: Int64s
+    target_stride: Int64s
 
     def __len__(self) -> int:
         return len(self.length)
 
     @property
     def nbytes(self) -> int:
-        return int(self.length.sum())
+        return int((self.length * self.rows).sum())
 
     def check(self, source_sizes: Sequence[int], target_sizes: Sequence[int]) -> None:
         """Raises ``TransferError`` for a piece that leaves its buffers."""
-        for name, buffer, start, sizes in (
-            ("source", self.source_buffer, self.source, source_sizes),
-            ("target", self.target_buffer, self.target, target_sizes),
+        for name, buffer, start, stride, sizes in (
+            ("source", self.source_buffer, self.source, self.source_stride, source_sizes),
+            ("target", self.target_buffer, self.target, self.target_stride, target_sizes),
         ):
-            if not len(self):
-                return
-            if buffer.min() < 0 or buffer.max() >= len(sizes):
-                raise TransferError(f"a piece is in {name} buffer {buffer.max()}; there are {len(sizes)}")
-            limit = np.asarray(sizes, dtype=np.int64)[buffer]
-            if start.min() < 0 or (start + self.length > limit).any() or self.length.min() < 0:
-                raise TransferError(f"a piece leaves its {name} buffer")
+            check_blocks(name, buffer, start, self.length, self.rows, stride, sizes)
+
+
+def check_blocks(
+    name: str,
+    buffer: Int64s,
+    start: Int64s,
+    length: Int64s,
+    rows: Int64s,
+    stride: Int64s,
+    sizes: Sequence[int],
+) -> None:
+    """Raises ``TransferError`` for a block that leaves its buffer; ``name`` says which side it is on."""
+    if not len(buffer):
+        return
+    if buffer.min() < 0 or buffer.max() >= len(sizes):
+        raise TransferError(f"a piece is in {name} buffer {buffer.max()}; there are {len(sizes)}")
+    limit = np.asarray(sizes, dtype=np.int64)[buffer]
+    for values in (start, length, rows, stride):
+        if values.min() < 0 or (values > limit).any():
+            raise TransferError(f"a piece leaves its {name} buffer")
+    reach = (rows.astype(np.float64) - 1) * stride
+    if (reach > limit).any() or (start + (rows - 1) * stride + length > limit).any():
+        raise TransferError(f"a piece leaves its {name} buffer")
 
 
 class KVReceiver(Protocol):

@@ -111,7 +111,7 @@ class CopyPlanner:
             runs = _runs(source, target)
             parts += [strip.cut(source, target, runs) for strip in strips]
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else None
-        return Pieces(*(columns or [np.zeros(0, dtype=np.int64)] * 5))
+        return Pieces(*(columns or [np.zeros(0, dtype=np.int64)] * 8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +127,20 @@ class _Strip:
     nbytes: int
 
     def cut(self, source: Int64s, target: Int64s, runs: Int64s) -> tuple[Int64s, ...]:
-        """(source buffer, source, target buffer, target, length) of each piece."""
-        tokens = np.ones(len(source), dtype=np.int64)
-        if self.nbytes == self.source_row == self.target_row:
-            tokens = np.diff(np.append(runs, len(source)))
-            source, target = source[runs], target[runs]
+        """Columns of the ``Pieces`` of runs of tokens: one for each run, whole rows as one line."""
+        tokens = np.diff(np.append(runs, len(source)))
+        source, target = source[runs], target[runs]
+        whole = self.nbytes == self.source_row == self.target_row
+        every = np.ones(len(runs), dtype=np.int64)
         return (
-            np.full(len(source), self.source_buffer, dtype=np.int64),
+            every * self.source_buffer,
             source * self.source_row + self.source_offset,
-            np.full(len(source), self.target_buffer, dtype=np.int64),
+            every * self.target_buffer,
             target * self.target_row + self.target_offset,
-            tokens * self.nbytes,
+            (tokens if whole else every) * self.nbytes,
+            every if whole else tokens,
+            every * self.source_row,
+            every * self.target_row,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import secrets
@@ -10,10 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from interlock.errors import StartupError
 from interlock.kv.transfer.base import Pieces, TransferError
+from interlock.kv.transfer.blocks import copy_blocks
 
 ALIGNMENT = 4096
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -141,18 +142,16 @@ class SharedSender:
     def write(self, receiver: int, pieces: Pieces) -> None:
         mapped = self._receivers[receiver]
         pieces.check([buffer.nbytes for buffer in self._buffers], mapped.sizes)
-        mine = [buffer.data_ptr() for buffer in self._buffers]
-        theirs = mapped.addresses
-        move = ctypes.memmove
-        for buffer, start, other, target, length in zip(
-            pieces.source_buffer.tolist(),
-            pieces.source.tolist(),
-            pieces.target_buffer.tolist(),
-            pieces.target.tolist(),
-            pieces.length.tolist(),
-            strict=True,
-        ):
-            move(theirs[other] + target, mine[buffer] + start, length)
+        mine = np.array([buffer.data_ptr() for buffer in self._buffers], dtype=np.int64)
+        theirs = np.array(mapped.addresses, dtype=np.int64)
+        copy_blocks(
+            mine[pieces.source_buffer] + pieces.source,
+            theirs[pieces.target_buffer] + pieces.target,
+            pieces.length,
+            pieces.rows,
+            pieces.source_stride,
+            pieces.target_stride,
+        )
 
     def disconnect(self, receiver: int) -> None:
         self._receivers.pop(receiver, None)
