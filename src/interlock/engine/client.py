@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ from interlock.engine.load_history import LoadHistory
 from interlock.engine.messages import (
     AbortRequest,
     AddRequest,
+    AddRequests,
     EngineEnded,
     EngineOutputs,
     FlushCache,
@@ -43,6 +45,7 @@ from interlock.engine.messages import (
     TokenDelta,
     Wake,
 )
+from interlock.engine.outbox import Outbox
 from interlock.engine.rank_processes import RankProcesses
 from interlock.engine.stacks import stacks_text
 from interlock.engine.supervisor import PEER_SILENCE_SECONDS, Exit, Pulse, Verdict
@@ -80,6 +83,7 @@ class Engine:
         self._inputs = [self._bind(zmq.PUSH, address) for address in endpoints.inputs]
         self._outputs = self._bind(zmq.PULL, endpoints.outputs)
         self._news = self._bind(zmq.PUB, endpoints.news)
+        self._outboxes = [Outbox(partial(self._submit, replica)) for replica in range(plan.attn_dp_size)]
         self._queues: dict[str, asyncio.Queue[TokenDelta | EngineDeadError]] = {}
         self._replica_of: dict[str, int] = {}
         self._load = [0] * plan.attn_dp_size
@@ -138,6 +142,7 @@ class Engine:
 
     def _send_soon(self, replica: int, message: ToEngine) -> None:
         """Send without waiting: sockets have no limit, so the message is queued at once."""
+        self._outboxes[replica].flush()
         self._inputs[replica].send(self._encoder.encode(message), zmq.NOBLOCK)
 
     async def stream(self, request: AddRequest, *, replica: int | None = None) -> AsyncIterator[TokenDelta]:
@@ -156,7 +161,7 @@ class Engine:
         self._load[replica] += 1
         is_finished = False
         try:
-            await self._submit(replica, request)
+            self._outboxes[replica].add(request)
             while True:
                 item = await queue.get()
                 if isinstance(item, EngineDeadError):
@@ -225,19 +230,23 @@ class Engine:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for outbox in self._outboxes:
+            outbox.discard()
         self._fail_requests("the server is shutting down")
         self._dead.set()
         self._news.close(linger=LAST_NEWS_MS)
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    async def _submit(self, replica: int, request: AddRequest) -> None:
-        await self._send(replica, request)
+    def _submit(self, replica: int, message: AddRequest | AddRequests) -> None:
+        """What an outbox sends; other replicas are told to take part."""
+        self._send_soon(replica, message)
         for other in range(len(self._inputs)):
             if other != replica:
-                await self._send(other, Wake())
+                self._send_soon(other, Wake())
 
     async def _send(self, replica: int, message: ToEngine) -> None:
+        self._outboxes[replica].flush()
         await self._inputs[replica].send(self._encoder.encode(message))
 
     def _forget(self, request_id: str) -> None:

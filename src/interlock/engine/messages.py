@@ -103,6 +103,12 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add", omit_defa
     meeting: Meeting | None = None
 
 
+class AddRequests(msgspec.Struct, frozen=True, tag="add_all"):
+    """Requests that were submitted together: all are queued before the next step is chosen."""
+
+    requests: tuple[AddRequest, ...]
+
+
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     request_id: str
 
@@ -125,7 +131,7 @@ class RecordSteps(msgspec.Struct, frozen=True, tag="record"):
     on: bool
 
 
-ToEngine = AddRequest | AbortRequest | FlushCache | Shutdown | Wake | RecordSteps
+ToEngine = AddRequest | AddRequests | AbortRequest | FlushCache | Shutdown | Wake | RecordSteps
 
 
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="delta"):

@@ -24,6 +24,7 @@ from interlock.engine.launched import Launched
 from interlock.engine.messages import (
     AbortRequest,
     AddRequest,
+    AddRequests,
     EngineOutputs,
     FlushCache,
     RecordSteps,
@@ -292,6 +293,9 @@ class LeaderLoop:
         match message:
             case AddRequest():
                 self._add(message)
+            case AddRequests():
+                for request in message.requests:
+                    self._add(request)
             case AbortRequest():
                 name = message.request_id
                 if self._gate.drop(name):
