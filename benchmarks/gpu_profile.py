@@ -30,6 +30,8 @@ from interlock.options import Options
 from interlock.parallel.topology import Groups
 
 CONTEXT = 128
+GAPS = 5
+"""Largest gaps between kernels that are shown."""
 
 
 @dataclass
@@ -79,19 +81,23 @@ def report(name: str, wall_ms: float, prof: profile, steps: int, top: int) -> No
     spans, by_name, calls = [], defaultdict(float), defaultdict(int)
     for event in prof.events():
         if event.device_type.name == "CUDA" and event.time_range.elapsed_us() > 0:
-            spans.append((event.time_range.start, event.time_range.end))
+            spans.append((event.time_range.start, event.time_range.end, event.name))
             by_name[event.name] += event.time_range.elapsed_us()
             calls[event.name] += 1
     spans.sort()
-    busy, end = 0.0, spans[0][0]
-    for start, stop in spans:
+    busy, end, before = 0.0, spans[0][0], ""
+    gaps = []
+    for start, stop, kernel in spans:
+        gaps.append((start - end, before, kernel))
         busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
+        end, before = max(end, stop), kernel
     total = end - spans[0][0]
     print(f"== {name}: {wall_ms:.3f} ms a step; profiled {total / steps / 1e3:.3f} ms, "
           f"idle {1 - busy / total:.1%}, {len(spans) / steps:.0f} kernels a step")  # fmt: skip
     for kernel, spent in sorted(by_name.items(), key=lambda item: -item[1])[:top]:
         print(f"{spent / steps:9.1f} us {calls[kernel] / steps:6.1f} x  {kernel[:100]}")
+    largest = sorted(gaps, reverse=True)[:GAPS]
+    print("gaps: " + "; ".join(f"{gap:.0f} us {a[:28]} -> {b[:28]}" for gap, a, b in largest))
 
 
 def decode(pipeline: Pipeline, batch: int, vocab: int, *, steps: int, top: int) -> None:
