@@ -6,7 +6,7 @@ Ranks on one GPU take turns, so every exchange costs tens of milliseconds. NCCL 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,29 +51,34 @@ def decide_rehearsal(options: Options, facts: MachineFacts, ranks_per_gpu: int) 
         return Rehearsal(rule("", "every rank has a GPU of its own, or computes on a CPU"), stall)
     if not options.is_set("stall_timeout"):
         stall = rule(STALL_SECONDS, f"ranks that share a GPU take turns ({_FLAG} {ranks_per_gpu})")
-    return Rehearsal(_nccl(facts, ranks_per_gpu), stall)
-
-
-def _nccl(facts: MachineFacts, ranks_per_gpu: int) -> Decided[str]:
-    fitting = [library for library in facts.nccl if library.numbers[:2] >= LEAST_NCCL]
+    chosen = shared_nccl(facts.nccl, ranks_per_gpu)
     own = next((library for library in facts.nccl if library.of_torch), None)
+    reason = f"NCCL {chosen.version} lets ranks share a GPU"
+    if not chosen.of_torch:
+        reason += f" and is loaded in place of torch's own{f' {own.version}' if own else ''}"
+    return Rehearsal(rule(chosen.path, reason), stall)
+
+
+def shared_nccl(libraries: Sequence[NcclLibrary], ranks_per_gpu: int) -> NcclLibrary:
+    """The first of ``libraries`` that lets ranks share a GPU.
+
+    Raises:
+        Refusal: none does; says what to install.
+    """
+    fitting = [library for library in libraries if library.numbers[:2] >= LEAST_NCCL]
     if not fitting:
         raise Refusal(
             option=_FLAG,
             given=ranks_per_gpu,
-            rule=f"{_FLAG} needs NCCL 2.30 or later, which lets ranks share a GPU; {_found(facts.nccl)}. "
+            rule=f"{_FLAG} needs NCCL 2.30 or later, which lets ranks share a GPU; {_found(libraries)}. "
             "Install it beside torch's own, which stays as it is: "
             "pip install --no-deps --target nccl 'nvidia-nccl-cu13>=2.30.4', and start with PYTHONPATH=nccl",
             alternatives=[f"{_FLAG} 1"],
         )
-    chosen = fitting[0]
-    reason = f"NCCL {chosen.version} lets ranks share a GPU"
-    if chosen is not own:
-        reason += f" and is loaded in place of torch's own{f' {own.version}' if own else ''}"
-    return rule(chosen.path, reason)
+    return fitting[0]
 
 
-def _found(libraries: tuple[NcclLibrary, ...]) -> str:
+def _found(libraries: Sequence[NcclLibrary]) -> str:
     if not libraries:
         return "none is found"
     return "found " + ", ".join(

@@ -24,6 +24,8 @@ from interlock.parallel.topology import Groups
 from interlock.plugins import load_symbol
 
 CASES_OF_A_SETTING = 12
+SETTINGS = 16
+"""Combinations of layouts and dtypes that even a run of few cases walks over, where a backend has as many."""
 MAX_FAILURES = 10
 
 
@@ -45,10 +47,10 @@ def run_backend_suite(
     found = RankFindings()
     started = time.monotonic()
     walk = settings(backend, groups.ep.size, seed)
+    each = min(CASES_OF_A_SETTING, max(2, cases // SETTINGS))
     while found.cases < cases and len(found.failures) < MAX_FAILURES:
-        _run_setting(
-            backend, next(walk), groups, device, min(CASES_OF_A_SETTING, cases - found.cases), seed, found
-        )
+        count = min(each, cases - found.cases)
+        _run_setting(backend, next(walk), groups, device, count, seed, found)
     found.seconds = time.monotonic() - started
     return found
 
@@ -102,7 +104,7 @@ def _spec(setting: Setting, groups: Groups, device: str) -> DispatcherSpec:
         kernels=get_kernels("torch", threads=1),
         alignment=setting.alignment,
         deterministic=setting.deterministic,
-        timeout=30.0,
+        timeout=30.0 if device == "cpu" else 120.0,
         validate=setting.validate,
     )
 

@@ -51,20 +51,23 @@ def computed(rows: ExpertInput, setting: Setting, rank: int) -> torch.Tensor:
     """What integer-valued experts make of the rows; everything that no row fills is NaN."""
     dtype = DTYPES[setting.dtype]
     held = place(setting.num_experts, setting.ranks)[rank]
-    plain = rows.rows if rows.scales is None else dequantise_rows(rows.rows, rows.scales, dtype)
+    device = rows.rows.device
+    scales = None if rows.scales is None else rows.scales.cpu()
+    plain = rows.rows.cpu() if scales is None else dequantise_rows(rows.rows.cpu(), scales, dtype)
     if isinstance(rows, ReplicatedRows):
-        out = torch.full((*rows.ids.shape, setting.hidden_size), torch.nan, dtype=dtype, device=plain.device)
-        for token, lane in (rows.ids >= 0).nonzero().tolist():
-            expert = held.start + int(rows.ids[token, lane])
-            weight = 1.0 if rows.weights is None else float(rows.weights[token, lane])
+        ids, weights = rows.ids.cpu(), None if rows.weights is None else rows.weights.cpu()
+        out = torch.full((*ids.shape, setting.hidden_size), torch.nan, dtype=dtype)
+        for token, lane in (ids >= 0).nonzero().tolist():
+            expert = held.start + int(ids[token, lane])
+            weight = 1.0 if weights is None else float(weights[token, lane])
             out[token, lane] = result_of(plain[token], setting.factor(expert), weight, dtype)
-        return out
-    out = torch.full(plain.shape, torch.nan, dtype=dtype, device=plain.device)
+        return out.to(device)
+    out = torch.full(plain.shape, torch.nan, dtype=dtype)
     flat, source = out.view(-1, setting.hidden_size), plain.reshape(-1, setting.hidden_size)
     for row in _filled(rows, rows.counts.tolist()):
         factor = setting.factor(held.start + row.local_expert)
         flat[row.at] = result_of(source[row.at], factor, row.weight, dtype)
-    return out
+    return out.to(device)
 
 
 def _filled(rows: ContiguousRows | MaskedRows, counts: list[int]) -> list[Filled]:

@@ -15,6 +15,7 @@ class ConformanceReport:
         checks: single comparisons, for orientation.
         failures: one line each, with the case's own description and seed; empty when all is well.
         coverage: how many cases had each property ("masked", "fp8", "n == T", ...).
+        notice: that the ranks shared a GPU; "" where they did not.
     """
 
     name: str
@@ -27,6 +28,7 @@ class ConformanceReport:
     seconds: float
     failures: tuple[str, ...] = ()
     coverage: dict[str, int] = field(default_factory=dict)
+    notice: str = ""
 
     @property
     def passed(self) -> bool:
@@ -41,4 +43,6 @@ class ConformanceReport:
             f"{self.checks} checks, {self.seconds:.1f} s",
             "  covered: " + ", ".join(f"{name} {count}" for name, count in sorted(self.coverage.items())),
         ]
+        if self.notice:
+            lines.insert(2, f"  {self.notice}")
         return "\n".join(lines + [f"  - {failure}" for failure in self.failures])

@@ -6,11 +6,11 @@ from collections import Counter
 
 import torch
 
-from interlock.errors import InterlockError
+from interlock.errors import InterlockError, Refusal
 from interlock.kernels.registry import get_kernels
 from interlock.moe.a2a.registry import a2a_backends
 from interlock.moe.conformance.backend_suite import MAX_FAILURES, RankFindings, run_backend_suite
-from interlock.moe.conformance.processes import run_ranks
+from interlock.moe.conformance.processes import Gpus, run_ranks
 from interlock.moe.conformance.report import ConformanceReport
 from interlock.moe.conformance.runner_suite import run_runner_suite
 from interlock.moe.experts.registry import expert_runners
@@ -49,11 +49,16 @@ def _run_backend(name: str, ranks: int, device: str, cases: int, seed: int) -> C
         raise InterlockError(
             f"{name} runs on {backend.min_ranks} to {backend.max_ranks} ranks, not on {ranks}"
         )
-    transport = "nccl" if device == "cuda" else "gloo"
+    gpus = Gpus.here(ranks) if device == "cuda" else None
+    sharing = gpus.per_gpu if gpus else 1
+    patience = (120 + cases * 0.5) * sharing
     try:
         findings = run_ranks(
-            backend_rank, ranks, name, device, cases, seed, backend=transport, timeout=120 + cases * 0.5
-        )
+            backend_rank, ranks, name, device, cases, seed,
+            gpus=gpus, timeout=patience, collective_timeout=60.0 * sharing,
+        )  # fmt: skip
+    except Refusal:
+        raise
     except InterlockError as error:
         findings = [RankFindings(failures=[str(error)])]
     # Ranks see the same cases and each its own mismatches.
@@ -69,6 +74,7 @@ def _run_backend(name: str, ranks: int, device: str, cases: int, seed: int) -> C
         seconds=max(finding.seconds for finding in findings),
         failures=tuple(failures[:MAX_FAILURES]),
         coverage=dict(findings[0].coverage),
+        notice=gpus.notice if gpus else "",
     )
 
 
