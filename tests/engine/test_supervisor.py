@@ -88,3 +88,20 @@ def test_a_rank_that_told_its_end_is_not_silent() -> None:
     pulse.note(beat(0, "computing", 0.1))
     (line,) = pulse.stalled()
     assert line.startswith("rank 1 has been silent")
+
+
+def test_what_passes_while_the_watcher_is_suspended_is_no_silence() -> None:
+    """A front end that was stopped for half a minute goes on; then ranks are silent as ever."""
+    clock = [0.0]
+    pulse = Pulse(range(2), timeout=8, now=lambda: clock[0])
+    for rank in range(2):
+        pulse.note(beat(rank, "idle", 0.1))
+    clock[0] = 30.0
+    assert pulse.stalled() == pulse.silent(2.5) == []
+    while clock[0] < 37.5:
+        clock[0] += 0.5
+        pulse.note(beat(0, "idle", 0.1))
+        assert pulse.stalled() == []
+    clock[0] += 0.9
+    (line,) = pulse.stalled()
+    assert line.startswith("rank 1 has been silent for 8 s")

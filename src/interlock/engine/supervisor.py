@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from interlock.engine.messages import Heartbeat, RankFailed
 
 SILENCE_SECONDS = 5.0
 PEER_SILENCE_SECONDS = 2.5
+ABSENCE_SECONDS = 1.0
+"""A watcher that looks less often than this was stopped or starved itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +64,25 @@ class Verdict:
 class Pulse:
     """The last sign of life of each rank, and which of them stall.
 
+    It is looked at several times a second. What passes while nobody looks, since this process was suspended
+    or starved, is no rank's silence: signs of life wait unread.
+
     Args:
         timeout: seconds without progress after which a rank that has something to do counts as stalled.
+        now: a monotonic clock.
     """
 
-    def __init__(self, ranks: range, timeout: float) -> None:
+    def __init__(self, ranks: range, timeout: float, *, now: Callable[[], float] = time.monotonic) -> None:
         self._timeout = timeout
-        now = time.monotonic()
-        self._seen = dict.fromkeys(ranks, now)
+        self._now = now
+        self._looked = now()
+        self._seen = dict.fromkeys(ranks, self._looked)
         self._last: dict[int, Heartbeat] = {}
 
     def note(self, beat: Heartbeat) -> None:
         if beat.rank not in self._seen:
             return
-        self._seen[beat.rank] = time.monotonic()
+        self._seen[beat.rank] = self._now()
         self._last[beat.rank] = beat
 
     def forget(self, rank: int) -> None:
@@ -84,7 +92,7 @@ class Pulse:
 
     def silent(self, limit: float) -> list[str]:
         """One line for each rank whose last sign of life is more than ``limit`` seconds old."""
-        now = time.monotonic()
+        now = self._look()
         return [
             f"rank {rank} has been silent for {now - seen:.0f} s (limit {limit:.0f} s)"
             for rank, seen in self._seen.items()
@@ -97,6 +105,7 @@ class Pulse:
         Ranks that merely wait for others are named only when no rank is the reason for the wait. A busy
         rank may hang in an exchange with a silent one, which is then the reason, though silent for less long.
         """
+        self._look()
         busy = [b for b in self._last.values() if self._is_stuck(b)]
         computing = [b for b in busy if b.activity != "waiting for ranks"]
         stuck = [
@@ -107,6 +116,14 @@ class Pulse:
         if not stuck:
             return self.silent(max(self._timeout, SILENCE_SECONDS))
         return self.silent(PEER_SILENCE_SECONDS) or stuck
+
+    def _look(self) -> float:
+        """The time; forgives the ranks an absence of the watcher."""
+        now = self._now()
+        absence, self._looked = now - self._looked, now
+        if absence > ABSENCE_SECONDS:
+            self._seen = {rank: seen + absence for rank, seen in self._seen.items()}
+        return now
 
     def _is_stuck(self, beat: Heartbeat) -> bool:
         return beat.activity not in ("idle", "loading") and beat.activity_seconds > self._timeout
