@@ -1,7 +1,8 @@
 """The proxy as an ASGI application: every generating request goes to a prefill and a decode server at once.
 
 The decode server's answer is the client's. A server that cannot be reached is taken out, and the request
-goes to another pair as long as nothing of the answer was sent.
+goes to another pair as long as nothing of the answer was sent. After that, and where a server falls silent,
+the client gets one error. A client that goes away ends both requests.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from typing import Any
 
 import httpx
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from interlock.router.pool import Backend, Pool
+from interlock.server.disconnect import until_disconnect
+from interlock.server.errors import CLIENT_CLOSED_REQUEST
 
 ROOM_BITS = 63
 TRIES = 3
+GRACE_SECONDS = 1.0
+"""For the decode server's own words on why a request failed, after the prefill server has said its."""
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _KEPT = ("content-type", "cache-control", "retry-after", "x-request-id")
 
@@ -75,13 +80,20 @@ class _Proxy:
             return _error(400, f"the body is no JSON: {error}")
         if not isinstance(body, dict):
             return _error(400, "the body is no JSON object")
-        headers = _forwarded(request.headers)
+        work = self._answer(request.url.path, body, _forwarded(request.headers))
+        try:
+            return await until_disconnect(request.receive, work, on_disconnect=_nothing)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    async def _answer(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Response:
+        """Of the first pair that can be reached."""
         tried: set[Backend] = set()
         for _ in range(TRIES):
             pair = [pool.take(frozenset(tried)) for pool in (self._prefill, self._decode)]
             if pair[0] is None or pair[1] is None:
                 break
-            answer = await self._pair(request.url.path, body, headers, pair[0], pair[1])
+            answer = await self._pair(path, body, headers, pair[0], pair[1])
             if isinstance(answer, Response):
                 return answer
             tried |= answer
@@ -100,25 +112,32 @@ class _Proxy:
         async with AsyncExitStack() as stack:
             first = asyncio.create_task(self._open(stack, prefill, path, asked, headers))
             second = asyncio.create_task(self._open(stack, decode, path, asked, headers))
-            stack.push_async_callback(_cancel, first, second)
-            unreached: set[Backend] = set()
+            lost = asyncio.create_task(self._decode.until_lost(decode))
+            stack.push_async_callback(_cancel, first, second, lost)
             await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+            unreached: set[Backend] = set()
             for pool, backend, task in ((self._prefill, prefill, first), (self._decode, decode, second)):
                 if task.done() and task.exception() is not None:
                     pool.note(backend, alive=False)
                     unreached.add(backend)
             if unreached:
                 return unreached
-            await asyncio.wait({second})
+            if first.done() and first.result().is_error:
+                await asyncio.wait({second}, timeout=GRACE_SECONDS)
+                if not second.done():
+                    return await _whole(first.result())
+            await asyncio.wait({second, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not second.done():
+                return _error(502, _silent(decode))
             if second.exception() is not None:
                 self._decode.note(decode, alive=False)
                 return {decode}
             answer = second.result()
             kept = stack.pop_all()
             return StreamingResponse(
-                _relay(kept, first, answer),
+                _relay(kept, first, answer, lost, decode),
                 answer.status_code,
-                headers={name: answer.headers[name] for name in _KEPT if name in answer.headers},
+                headers=_kept(answer),
             )
         raise AssertionError("unreachable")
 
@@ -135,17 +154,61 @@ class _Proxy:
 
 
 async def _relay(
-    kept: AsyncExitStack, first: asyncio.Task[httpx.Response], answer: httpx.Response
+    kept: AsyncExitStack,
+    first: asyncio.Task[httpx.Response],
+    answer: httpx.Response,
+    lost: asyncio.Task[None],
+    decode: Backend,
 ) -> AsyncIterator[bytes]:
-    """The decode server's bytes; the prefill server's are read and dropped. Closing ends both requests."""
+    """The decode server's bytes; the prefill server's are read and dropped. Closing ends both requests. A
+    stream of events that breaks off ends with an error as its last event."""
     async with kept:
         drain = asyncio.create_task(_drain(first))
         try:
-            async for chunk in answer.aiter_raw():
+            async for chunk in _until(lost, answer.aiter_raw(), _silent(decode)):
                 yield chunk
+        except (httpx.HTTPError, _LostError) as error:
+            if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                raise
+            message = str(error) if isinstance(error, _LostError) else f"the decode server {decode.url} died"
+            yield b"\n\ndata: " + json.dumps(_content(502, message)).encode() + b"\n\ndata: [DONE]\n\n"
         finally:
             drain.cancel()
             await asyncio.gather(drain, return_exceptions=True)
+
+
+async def _until(
+    lost: asyncio.Task[None], chunks: AsyncIterator[bytes], message: str
+) -> AsyncIterator[bytes]:
+    """``chunks`` to their end. Raises ``_LostError`` when ``lost`` is done first."""
+    while True:
+        chunk = asyncio.ensure_future(anext(chunks, None))
+        try:
+            await asyncio.wait({chunk, lost}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not chunk.done():
+                await _cancel(chunk)
+        if chunk.cancelled():
+            raise _LostError(message)
+        if (content := chunk.result()) is None:
+            return
+        yield content
+
+
+class _LostError(Exception):
+    """The decode server has fallen silent; the text says which."""
+
+
+def _silent(decode: Backend) -> str:
+    return f"the decode server {decode.url} does not answer any more"
+
+
+async def _whole(answer: httpx.Response) -> Response:
+    return Response(await answer.aread(), answer.status_code, headers=_kept(answer))
+
+
+def _kept(answer: httpx.Response) -> dict[str, str]:
+    return {name: answer.headers[name] for name in _KEPT if name in answer.headers}
 
 
 async def _drain(task: asyncio.Task[httpx.Response]) -> None:
@@ -154,7 +217,11 @@ async def _drain(task: asyncio.Task[httpx.Response]) -> None:
             pass
 
 
-async def _cancel(*tasks: asyncio.Task[httpx.Response]) -> None:
+async def _nothing() -> None:
+    return
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -165,6 +232,9 @@ def _forwarded(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def _error(status: int, message: str) -> Response:
+    return JSONResponse(_content(status, message), status)
+
+
+def _content(status: int, message: str) -> dict[str, Any]:
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    content = {"error": {"message": message, "type": kind, "param": None, "code": None}}
-    return JSONResponse(content, status)
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
