@@ -10,7 +10,7 @@ from functools import partial
 
 import msgspec
 
-from interlock.engine.disaggregation.stream import Stream
+from interlock.engine.disaggregation.stream import Stream, cause
 from interlock.engine.disaggregation.threads import LoopThread, Mailbox
 from interlock.engine.disaggregation.wire import (
     PROTOCOL,
@@ -117,7 +117,7 @@ class DecodeLink:
         except asyncio.IncompleteReadError:
             reason = "it closed the connection"
         except (OSError, InterlockError, ValueError, msgspec.DecodeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
+            reason = cause(error)
         else:
             reason = await self._listen(peer)
         for stream in peer.streams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +13,12 @@ import msgspec
 from interlock.engine.disaggregation.wire import LENGTH, MOST_BYTES, Message, Ping, pack, unpack
 
 PING_SECONDS = 1.0
+
+
+def cause(error: Exception) -> str:
+    """Why a connection could not be made, or ended: the system's words where it has some."""
+    number = getattr(error, "errno", None)
+    return os.strerror(number) if number else str(error) or type(error).__name__
 
 
 class Stream:
@@ -48,7 +55,7 @@ class Stream:
         except asyncio.IncompleteReadError:
             return self._reason or "it was closed by the other side"
         except (OSError, ValueError, msgspec.DecodeError) as error:
-            return self._reason or str(error) or type(error).__name__
+            return self._reason or cause(error)
         finally:
             pings.cancel()
             self._writer.close()
