@@ -120,7 +120,7 @@ def paged_attention(
     first, second = head_parts(width)
     values = max(16, power_of_two(value_width))
     blocks = sequences if decode else tokens // tokens_a_block + sequences
-    attention_kernel[(blocks, kv_heads, splits)](
+    attention_kernel[(blocks * kv_heads, splits)](
         q, k_cache, v_cache, page_table, query_start, kv_len, sinks, out, partial, stats,
         scale, window or 0, tokens, sequences, splits, page_table.stride(0), q.stride(0), q.stride(1),
         k_cache.stride(1), v_cache.stride(1),

@@ -225,18 +225,20 @@ def attention_kernel(
     has_splits: tl.constexpr, has_window: tl.constexpr, has_sinks: tl.constexpr, precision: tl.constexpr,
     by_sequence: tl.constexpr, aligned: tl.constexpr, ids_ahead: tl.constexpr,
 ):  # fmt: skip
-    """Programs (block, kv head, split). ``ids_ahead``: pages of a step are read a step before, those of the
+    """Programs (block * kv heads + kv head, split): those that read the same pages run side by side, so that
+    memory is read in long stretches. ``ids_ahead``: pages of a step are read a step before, those of the
     first before the queries (where one loop takes in all keys). ``by_sequence``: block i is sequence i, all
     its tokens in turn.
 
     Blocks of tokens run from the last to the first, so that those with the most keys begin first.
     """
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    sequence = tl.program_id(0)
+    kv_heads: tl.constexpr = heads // group
+    kv_head = tl.program_id(0) % kv_heads
+    split = tl.program_id(1)
+    sequence = tl.program_id(0) // kv_heads
     block = 0
     if not by_sequence:
-        sequence = tl.num_programs(0) - 1 - tl.program_id(0)
+        sequence = (tl.num_programs(0) - 1 - tl.program_id(0)) // kv_heads
     place = sequence
     filled = tl.load(query_start + sequences)
     if not by_sequence:
