@@ -11,6 +11,8 @@ BUILT_IN = (
     "interlock.moe.a2a.none:BACKEND",
     "interlock.moe.a2a.collective:BACKEND",
     "interlock.moe.a2a.shared_memory:BACKEND",
+    "interlock.moe.a2a.symmetric:BACKEND",
+    "interlock.moe.a2a.deepep_v2:BACKEND",
 )
 
 

@@ -1,0 +1,22 @@
+"""Backend ``symmetric``: one NVLink domain, or one GPU. Ranks write rows straight into each other's memory
+(torch symmetric memory) with Triton kernels; counters and flags there, not collectives, say what arrived."""
+
+from interlock.moe.a2a.base import A2ABackend
+from interlock.moe.a2a.symmetric.shape import buffer_bytes
+from interlock.moe.terms import Layout, Phase
+
+BACKEND = A2ABackend(
+    name="symmetric",
+    summary="one NVLink domain: one-sided writes into peers' memory by Triton kernels, no collective in a step",
+    layouts={phase: frozenset({Layout.CONTIGUOUS, Layout.MASKED}) for phase in Phase},
+    row_dtypes=frozenset({"float32", "bfloat16", "fp8"}),
+    devices=frozenset({"cuda"}),
+    links=frozenset({"nvlink"}),
+    max_ranks=64,
+    hidden_multiple=16,
+    packages=("triton",),
+    capturable=frozenset({Phase.DECODE}),
+    fixed_capacity=True,
+    buffer_bytes=buffer_bytes,
+    dispatcher="interlock.moe.a2a.symmetric.dispatcher:Symmetric",
+)

@@ -1,0 +1,67 @@
+"""Memory that every rank of a group can write to, through torch symmetric memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from interlock.errors import StartupError
+from interlock.parallel.group import Group
+
+
+class _TorchGroup(Protocol):
+    process_group: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRegion:
+    """``own``: uint8, zeroed on every rank; ``addresses`` of all ranks' in this process; ``lease`` keeps them
+    mapped."""
+
+    own: torch.Tensor
+    addresses: tuple[int, ...]
+    lease: Any
+
+
+def share_region(group: Group, size: int, device: torch.device) -> SharedRegion:
+    """Allocate ``size`` bytes on this rank's device and map those of all ranks of ``group``. Collective.
+
+    Raises:
+        StartupError: the memory cannot be had, or the devices cannot reach each other.
+    """
+    if group.size == 1:
+        own = torch.zeros(size, dtype=torch.uint8, device=device)
+        return SharedRegion(own, (own.data_ptr(),), None)
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    process_group = cast(_TorchGroup, group).process_group
+    try:
+        own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        own.zero_()
+        lease = symmetric_memory.rendezvous(own, process_group)
+    except torch.OutOfMemoryError as error:
+        raise StartupError(
+            f"{size} bytes of symmetric memory cannot be had on {device}: {error}; "
+            "lower --chunked-prefill-size, --moe-prefill-capacity or --max-running-requests"
+        ) from error
+    except RuntimeError as error:
+        raise StartupError(_unreachable(device, error)) from error
+    torch.cuda.synchronize(device)
+    group.barrier()
+    return SharedRegion(own, tuple(int(address) for address in lease.buffer_ptrs), lease)
+
+
+def _unreachable(device: torch.device, error: RuntimeError) -> str:
+    reason = str(error).strip().splitlines()[0]
+    if "overlapping" in reason.lower():
+        return (
+            f"{device} is shared by several ranks, which torch refuses unless it is told to allow it ({reason}); "
+            "start with --ranks-per-gpu"
+        )
+    return (
+        f"ranks cannot reach each other's memory on {device}: {reason}; the GPUs must be peers (one machine, "
+        "NVLink) and visible to every rank; --moe-a2a-backend collective needs neither"
+    )

@@ -1,0 +1,144 @@
+"""Where everything lies in the memory of one rank: the single place that knows the layout. No torch here.
+
+A rank's region, which its peers write into:
+
+    flags [3][R] | counts [R][E] | weights [S] | origins [S] | scales [S][groups] | rows [S] | results [T][k]
+
+Rank s writes the counts of its lanes by global expert into ``counts[s]`` of every rank, its rows straight to
+their final places in ``rows`` of the rank that computes them, and the results of rank d's lanes into
+``results`` of rank d. One flag for each (stage, peer) says how far that peer is. Everything else is private.
+
+Why one set of buffers is enough: a rank writes rows of step e + 1 only after it has the counts of step e + 1 of
+every rank, and a rank sends those behind everything that it did with step e, in the order of its stream.
+
+Legend: R ranks, E experts, L experts of a rank, T the larger capacity, k experts a token, S rows that may
+arrive, A alignment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from interlock.moe.a2a.base import BufferShape
+from interlock.moe.terms import Layout
+
+ALIGNED = 128
+FLAG_BYTES = 128
+STAGES = 3
+"""Counts, rows, results."""
+GRANULARITY = 2 * 1024 * 1024
+"""Symmetric memory is mapped in pages of this size."""
+SECTIONS = ("flags", "counts", "weights", "origins", "scales", "rows", "results")
+FEW_LANES = 1024
+"""Lanes up to which one program counts, exchanges and places them all."""
+CHUNK = 256
+"""Lanes that one program counts where there are more."""
+STATE_BYTES = 128
+INT32, INT64 = 4, 8
+
+
+def _aligned(size: int, to: int = ALIGNED) -> int:
+    return -(-size // to) * to
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least ``number``."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class RegionShape:
+    """Sizes of a rank's memory, derived from ``BufferShape``; equal on all ranks.
+
+    ``slab_rows`` is S: what the larger of both phases may assemble.
+    """
+
+    ranks: int
+    num_experts: int
+    capacity: int
+    top_k: int
+    row_bytes: int
+    scale_bytes: int
+    result_bytes: int
+    slab_rows: int
+
+    @staticmethod
+    def of(shape: BufferShape) -> RegionShape:
+        return RegionShape(
+            ranks=shape.ranks,
+            num_experts=shape.num_experts,
+            capacity=max(shape.capacity.values()),
+            top_k=shape.top_k,
+            row_bytes=shape.row_bytes,
+            scale_bytes=shape.scale_bytes,
+            result_bytes=shape.result_bytes,
+            slab_rows=_slab_rows(shape),
+        )
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of one rank, T * k."""
+        return self.capacity * self.top_k
+
+    @property
+    def bins(self) -> int:
+        """Width of a histogram of lanes by expert: one bin at least is left for lanes without one."""
+        return power_of_two(self.num_experts + 1)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of lanes, at least one."""
+        return max(1, -(-self.lanes // CHUNK))
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each section of the region."""
+        return {
+            "flags": STAGES * self.ranks * FLAG_BYTES,
+            "counts": self.ranks * self.num_experts * INT32,
+            "weights": self.slab_rows * INT32,
+            "origins": self.slab_rows * INT32,
+            "scales": self.slab_rows * self.scale_bytes,
+            "rows": self.slab_rows * self.row_bytes,
+            "results": self.lanes * self.result_bytes,
+        }
+
+    def offsets(self) -> dict[str, int]:
+        """Where each section starts."""
+        offsets, end = {}, 0
+        for name, size in self.sizes().items():
+            offsets[name] = end
+            end = _aligned(end + size)
+        return offsets
+
+    @property
+    def region_bytes(self) -> int:
+        """Bytes of the region, in whole pages."""
+        return _aligned(sum(_aligned(size) for size in self.sizes().values()), GRANULARITY)
+
+    @property
+    def private_bytes(self) -> int:
+        """Addresses of all sections of all ranks, first expert of each rank and owner of each expert, counters,
+        first places by chunk, and the target of each lane."""
+        tables = len(SECTIONS) * self.ranks * INT64 + (self.ranks + 1) * INT32 + self.num_experts * INT32
+        return tables + STATE_BYTES + self.chunks * self.bins * INT32 + self.lanes * INT64
+
+
+def _slab_rows(shape: BufferShape) -> int:
+    """S. Of the contiguous layout: every lane of every rank, and A - 1 rows of padding for each expert."""
+    local = -(-shape.num_experts // shape.ranks)
+    worst = 0
+    for phase, capacity in shape.capacity.items():
+        received = shape.ranks * capacity
+        if shape.layouts[phase] == Layout.MASKED:
+            rows = local * received
+        else:
+            lanes = received * min(shape.top_k, local)
+            rows = (lanes + (shape.alignment - 1) * local) // shape.alignment * shape.alignment
+        worst = max(worst, rows, shape.alignment)
+    return worst
+
+
+def buffer_bytes(shape: BufferShape) -> int:
+    """Region and private memory of one rank: exactly what its dispatcher allocates when it is built."""
+    where = RegionShape.of(shape)
+    return where.region_bytes + where.private_bytes
