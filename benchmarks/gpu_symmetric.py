@@ -55,8 +55,8 @@ def region_shape(args: argparse.Namespace) -> RegionShape:
             row_bytes=args.hidden * element,
             scale_bytes=4 * args.hidden // 128 if args.fp8 else 0,
             result_bytes=args.hidden * 2,
-            capacity={phase: args.tokens for phase in Phase},
-            layouts={phase: layout for phase in Phase},
+            capacity=dict.fromkeys(Phase, args.tokens),
+            layouts=dict.fromkeys(Phase, layout),
             alignment=args.alignment,
         )
     )
