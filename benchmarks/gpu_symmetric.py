@@ -3,8 +3,8 @@
     python benchmarks/gpu_symmetric.py --ranks 8 --tokens 64 --layout masked
     python benchmarks/gpu_symmetric.py --ranks 8 --tokens 4096 --layout contiguous
 
-Every rank's exchanges are one CUDA graph, so nothing but the device decides how long they take; all graphs run
-at once. Times are those of the slowest rank. Two counts of bytes are given, since a share of the card's
+Every rank's exchanges are one CUDA graph, so nothing but the device decides how long they take; all graphs
+run at once. Times are those of the slowest rank. Two counts of bytes are given, since a share of the card's
 bandwidth depends on it: *moved* reads and writes every lane's row once each way (what a copy of them would);
 *least* reads a token's row once and writes its sum once. Results are checked before anything is printed.
 """
@@ -22,7 +22,7 @@ import torch
 from interlock.kernels.triton.kernels import TritonKernels
 from interlock.moe.a2a.base import BufferShape
 from interlock.moe.a2a.symmetric.exchange import NOTICE_WORDS, Exchange
-from interlock.moe.a2a.symmetric.shape import RegionShape
+from interlock.moe.a2a.symmetric.shape import RegionShape, power_of_two
 from interlock.moe.placement import place
 from interlock.moe.terms import Layout, Phase
 
@@ -105,6 +105,16 @@ def both(rank: Rank, args: argparse.Namespace) -> None:
     rank.out = TritonKernels().sum_lanes(lanes[: args.tokens], rank.ids, torch.bfloat16)
 
 
+def load_kernels(args: argparse.Namespace) -> None:
+    """Run everything once with one rank: to load a kernel while another one waits could wait for that one."""
+    alone = argparse.Namespace(**{**vars(args), "ranks": 1})
+    (rank,) = build(alone)
+    rank.exchange._width = power_of_two(args.ranks)
+    both(rank, alone)
+    torch.cuda.synchronize()
+    assert not rank.exchange.notice[0], rank.exchange.notice.tolist()
+
+
 def check(ranks: list[Rank], args: argparse.Namespace) -> None:
     """Rows in the order (expert, rank, token), then sums of rows that the experts return as they are."""
     for rank in ranks:
@@ -180,6 +190,7 @@ def main() -> None:
     parser.add_argument("--copy-bandwidth", type=float, default=4.27, help="TB/s, read and written")
     args = parser.parse_args()
     with torch.inference_mode():
+        load_kernels(args)
         ranks = build(args)
         check(ranks, args)
         one = median(measure(ranks, lambda rank: dispatch(rank, args), args.repeats, args.rounds))

@@ -1,4 +1,4 @@
-"""The symmetric exchange on a CPU, through Triton's interpreter: ``TRITON_INTERPRET=1``, all ranks in one thread."""
+"""The symmetric exchange on a CPU, all ranks in one thread, through Triton's interpreter."""
 
 from __future__ import annotations
 

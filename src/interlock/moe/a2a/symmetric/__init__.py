@@ -7,7 +7,7 @@ from interlock.moe.terms import Layout, Phase
 
 BACKEND = A2ABackend(
     name="symmetric",
-    summary="one NVLink domain: one-sided writes into peers' memory by Triton kernels, no collective in a step",
+    summary="one NVLink domain: Triton kernels write into peers' memory, no collective in a step",
     layouts={phase: frozenset({Layout.CONTIGUOUS, Layout.MASKED}) for phase in Phase},
     row_dtypes=frozenset({"float32", "bfloat16", "fp8"}),
     devices=frozenset({"cuda"}),

@@ -1,5 +1,5 @@
-"""The launches of one rank's dispatch and combine, over a table of addresses: it does not care whether peers are
-processes, streams of this process, or (without a GPU) turns of one thread.
+"""The launches of one rank's dispatch and combine, over a table of addresses: it does not care whether peers
+are processes, streams of this process, or (without a GPU) turns of one thread.
 
 Every launch is asynchronous and has static sizes for a given number of tokens, so that it can be captured.
 

@@ -95,7 +95,7 @@ def _target_chunk(
     histogram, owners, targets, state, notice, index, lane, expert, before, lanes, experts, rows, failed,
     bins: tl.constexpr,
 ):  # fmt: skip
-    """targets int64: owner << 32 | row in its memory, or -1. ``before``: lanes of the chunk that come first."""
+    """targets int64: owner << 32 | row there, or -1. ``before``: lanes of the chunk that come first."""
     live = (expert >= 0) & (expert < experts) & (failed == 0)
     place = tl.load(histogram + index * bins + expert, mask=live, other=0) + before
     beyond = live & (place >= rows)

@@ -58,7 +58,7 @@ def _unreachable(device: torch.device, error: RuntimeError) -> str:
     reason = str(error).strip().splitlines()[0]
     if "overlapping" in reason.lower():
         return (
-            f"{device} is shared by several ranks, which torch refuses unless it is told to allow it ({reason}); "
+            f"{device} is shared by several ranks, which torch refuses unless told otherwise ({reason}); "
             "start with --ranks-per-gpu"
         )
     return (

@@ -29,6 +29,6 @@ def problem(words: Sequence[int], spec: DispatcherSpec) -> InterlockError:
             f"token {token} names expert {detail} (slot {lane}): ids must be in [0, {spec.num_experts}) or -1"
         )
     return ContractError(
-        f"row {detail} is beyond what a rank's memory holds (exchange {step}): a token names an expert twice, "
-        "or ranks disagree on the capacity"
+        f"row {detail} is beyond what a rank's memory holds (exchange {step}): a token names an expert "
+        "twice, or ranks disagree on the capacity"
     )

@@ -8,8 +8,8 @@ Rank s writes the counts of its lanes by global expert into ``counts[s]`` of eve
 their final places in ``rows`` of the rank that computes them, and the results of rank d's lanes into
 ``results`` of rank d. One flag for each (stage, peer) says how far that peer is. Everything else is private.
 
-Why one set of buffers is enough: a rank writes rows of step e + 1 only after it has the counts of step e + 1 of
-every rank, and a rank sends those behind everything that it did with step e, in the order of its stream.
+Why one set of buffers is enough: a rank writes rows of step e + 1 only after it has the counts of step e + 1
+of every rank, and a rank sends those behind everything that it did with step e, in the order of its stream.
 
 Legend: R ranks, E experts, L experts of a rank, T the larger capacity, k experts a token, S rows that may
 arrive, A alignment.
@@ -117,7 +117,7 @@ class RegionShape:
 
     @property
     def private_bytes(self) -> int:
-        """Addresses of all sections of all ranks, first expert of each rank and owner of each expert, counters,
+        """Addresses of all sections of all ranks, first expert of each rank, owner of each expert, counters,
         first places by chunk, and the target of each lane."""
         tables = len(SECTIONS) * self.ranks * INT64 + (self.ranks + 1) * INT32 + self.num_experts * INT32
         return tables + STATE_BYTES + self.chunks * self.bins * INT32 + self.lanes * INT64
