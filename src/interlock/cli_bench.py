@@ -364,8 +364,12 @@ def _facts() -> MachineFacts:
     from interlock.plan.facts import probe
     from interlock.plan.join import Declarations
 
-    packages = Declarations.registered().packages()
-    return probe(packages=packages, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    declared = Declarations.registered()
+    return probe(
+        packages=declared.packages(),
+        variables=declared.variables(),
+        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+    )
 
 
 def _begin(plot: bool) -> str:
@@ -461,9 +465,12 @@ def _finish(
     import msgspec
 
     from interlock.evidence.ledger import write_evidence
+    from interlock.evidence.record import rehearsal_notes
 
     console = _console()
     console.print(table)
+    for notice in rehearsal_notes(evidence.arms):
+        console.print(notice, soft_wrap=True)
     evidence = msgspec.structs.replace(evidence, notes=(*evidence.notes, load))
     path = write_evidence(evidence, out, name=name)
     paths = [path]

@@ -14,7 +14,8 @@ from interlock.errors import InterlockError, Refusal
 
 if TYPE_CHECKING:
     from interlock.plan.facts import MachineFacts
-    from interlock.verify.prompts import Prompt
+    from interlock.plan.launch_plan import LaunchPlan
+    from interlock.verify.prompts import Prompt, Tokeniser
     from interlock.verify.run import Side
 
 evidence_app = typer.Typer(
@@ -107,20 +108,25 @@ def _verify(request: _Request) -> int:
     from interlock.verify.run import Settings, verify
     from interlock.verify.terminal import render
 
+    declared = Declarations.registered()
     facts = probe(
-        packages=Declarations.registered().packages(), visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")
+        packages=declared.packages(),
+        variables=declared.variables(),
+        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
     candidate = _engine_side("candidate", request.model, request.candidate, facts)
     control, length = _control(request, facts)
+    assert candidate.plan is not None, "the candidate is started here"
+    tokeniser, notes = _tokeniser(candidate.plan)
     console = Console(stderr=True)
     result = verify(
         control,
         candidate,
-        _prompts(request, (control, candidate), length),
+        _prompts(request, (control, candidate), length, tokeniser),
         Settings(request.tokens, request.alternatives, request.tolerance),
         note=lambda text: console.print(text, style="dim", highlight=False),
     )
-    report = make_report(result, facts)
+    report = make_report(result, facts, notes)
     output = Console()
     (output if output.is_terminal else Console(width=180)).print(render(report))
     if request.out is not None:
@@ -162,15 +168,26 @@ def _engine_side(name: str, model: str, text: str, facts: MachineFacts) -> Side:
     return Side(name, text, plan, lambda: EngineArm(plan))
 
 
-def _prompts(request: _Request, sides: tuple[Side, Side], length: int | None) -> list[Prompt]:
+def _tokeniser(plan: LaunchPlan) -> tuple[Tokeniser, tuple[str, ...]]:
+    """The model's tokenizer, or a stand-in with a note for a configuration without weights or tokenizer."""
+    from interlock.bench.shapes import shape_folder
     from interlock.tokenizer import load_tokenizer
+    from interlock.verify.prompts import DrawnTokens
+
+    if shape_folder(plan.model) is not None:
+        return DrawnTokens(plan.card.vocab_size), (DrawnTokens.NOTE,)
+    return load_tokenizer(plan.model_path), ()
+
+
+def _prompts(
+    request: _Request, sides: tuple[Side, Side], length: int | None, tokeniser: Tokeniser
+) -> list[Prompt]:
     from interlock.verify.prompts import built_in_prompts, prompts_of_file
 
     plans = [side.plan for side in sides if side.plan is not None]
-    tokenizer = load_tokenizer(plans[-1].model_path)
     if request.prompts is not None:
-        return prompts_of_file(request.prompts, tokenizer)
-    return built_in_prompts(plans, tokenizer, request.tokens, length)
+        return prompts_of_file(request.prompts, tokeniser)
+    return built_in_prompts(plans, tokeniser, request.tokens, length)
 
 
 @evidence_app.command("list")

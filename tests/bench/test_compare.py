@@ -199,3 +199,9 @@ def test_compare_on_the_command_line(
     assert run(verified) == 1
     assert "rejected: no accuracy evidence for arm ep2" in capsys.readouterr().out
     assert run(["bench", "compare", str(first), str(tmp_path / "none.json")]) == 1
+
+
+def test_rehearsals_are_no_speeds() -> None:
+    first, shared = evidence(arm()), evidence(arm(ranks_per_gpu=2))
+    with pytest.raises(Refusal, match="rehearsal: 2 ranks share a GPU; not a speed measurement"):
+        compare(first, shared, allow={"ranks_per_gpu"})

@@ -31,10 +31,8 @@ def sample() -> Evidence:
 
 def evidence_of(plan: LaunchPlan, facts: MachineFacts | None = None, **changes: Any) -> Evidence:
     facts = facts or machine()
-    arms = tuple(
-        recorded_arm(name, "--moe-runner-backend torch", plan, honest(plan))
-        for name in ("control", "candidate")
-    )
+    options = f"--moe-runner-backend {plan.moe_runner_backend}"
+    arms = tuple(recorded_arm(name, options, plan, honest(plan)) for name in ("control", "candidate"))
     fields: dict[str, Any] = {
         "kind": "verify",
         "created": "2026-01-02T03:04:05Z",

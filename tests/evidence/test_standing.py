@@ -10,11 +10,14 @@ import pytest
 
 from interlock.errors import Refusal
 from interlock.evidence.ledger import entries, write_evidence
+from interlock.evidence.record import rehearsal_notes
 from interlock.evidence.schema import Evidence
 from interlock.evidence.standing import Proof, Standing, admit, standing_of
+from interlock.options import Options
 from interlock.plan.launch_plan import LaunchPlan
+from interlock.plan.resolve import resolve
 from tests.evidence.samples import FOLDER, evidence_of, plan_of, sample
-from tests.plan.machines import machine
+from tests.plan.machines import gpu_machine, machine, tiny_card
 
 replace = msgspec.structs.replace
 
@@ -73,6 +76,31 @@ def test_another_device_and_a_sibling_family_are_said_as_such(tmp_path: Path) ->
     proof = told(plan_of(), tmp_path / "family", sibling(sample(), "qwen3_moe"))
     assert proof.standing is Standing.SIBLING
     assert "proven for a sibling family, qwen3_moe" in proof.sentence
+
+
+def test_a_rehearsal_proves_the_computation_and_not_the_links(tmp_path: Path) -> None:
+    one_gpu = gpu_machine(gpus=4)
+    plan = resolve(Options.of(model=FOLDER, tp_size=4), tiny_card(dtype="bfloat16"), one_gpu)
+    shared = resolve(
+        Options.of(model=FOLDER, tp_size=4, ranks_per_gpu=4), tiny_card(dtype="bfloat16"), one_gpu
+    )
+    evidence = {name: evidence_of(each, one_gpu) for name, each in (("real", plan), ("shared", shared))}
+
+    def standing(wanted: LaunchPlan, name: str) -> Standing:
+        folder = tmp_path / name
+        write_evidence(evidence[name], folder)
+        return standing_of(wanted, one_gpu, entries([folder])).standing
+
+    assert standing(plan, "shared") is Standing.REHEARSED
+    assert standing(shared, "shared") is Standing.PROVEN
+    assert standing(shared, "real") is Standing.PROVEN
+    assert evidence["shared"].device.count == 1
+    assert rehearsal_notes(evidence["shared"].arms) == (
+        "rehearsal: 4 ranks share a GPU; not a speed measurement",
+    )
+    assert rehearsal_notes(evidence["real"].arms) == ()
+    with pytest.raises(Refusal, match="rehearsed with 4 ranks on each GPU"):
+        admit(msgspec.structs.replace(plan, evidence="require"), one_gpu, [tmp_path / "shared"])
 
 
 def test_the_best_evidence_counts(tmp_path: Path) -> None:

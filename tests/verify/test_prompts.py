@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlock.errors import InterlockError
-from interlock.verify.prompts import built_in_prompts, chosen_lengths, prompts_of_file
+from interlock.verify.prompts import DrawnTokens, built_in_prompts, chosen_lengths, prompts_of_file
 from tests.plan.machines import tiny_card
 from tests.plans import make_plan
 
@@ -85,3 +85,13 @@ def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
         prompts_of_file(path, Characters())
     with pytest.raises(InterlockError, match="cannot be read"):
         prompts_of_file(tmp_path / "absent", Characters())
+
+
+def test_models_without_a_tokenizer_get_prompts_of_drawn_tokens() -> None:
+    plan = make_plan(tiny_card(), chunked_prefill_size=64)
+    prompts = built_in_prompts([plan], DrawnTokens(512), 4)
+    assert prompts == built_in_prompts([plan], DrawnTokens(512), 4)
+    assert len({prompt.token_ids for prompt in prompts}) == 12
+    assert all(0 <= token < 512 for prompt in prompts for token in prompt.token_ids)
+    longest = max((prompt.token_ids for prompt in prompts), key=len)
+    assert len(set(longest)) > len(longest) // 2

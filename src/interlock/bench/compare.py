@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from interlock.bench.record import DELIVERED, MATCHED
 from interlock.errors import Refusal
+from interlock.evidence.record import rehearsal_notes
 from interlock.evidence.schema import Arm, Evidence, Measurement, Scalar, arm_plan
 
 NOT_COMPARED: Final = frozenset(
@@ -81,6 +82,7 @@ def compare(
         Refusal: a difference that is not allowed (all are named), or nothing in common.
     """
     mine, theirs = pick_arms(first, first_arm), pick_arms(second, second_arm)
+    _refuse_rehearsals([*mine, *theirs])
     differences = [*_runs(first, second), *_plans(mine, theirs)]
     pairs, unpaired = _pair(first, {arm.name for arm in mine}, second, {arm.name for arm in theirs})
     differences += _unmatched(pairs)
@@ -102,6 +104,16 @@ def compare(
             alternatives=("run both with the same verb and the same points",),
         )
     return Comparison(tuple(pairs), tuple(each for each in found if each.item in allow), tuple(unpaired))
+
+
+def _refuse_rehearsals(arms: Sequence[Arm]) -> None:
+    for notice in rehearsal_notes(arms):
+        raise Refusal(
+            option="bench compare",
+            given="",
+            rule=f"a run was a {notice}, so there is nothing to compare",
+            alternatives=("measure with one GPU for each rank (--ranks-per-gpu 1)",),
+        )
 
 
 def pick_arms(evidence: Evidence, name: str | None) -> list[Arm]:

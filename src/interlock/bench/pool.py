@@ -20,7 +20,7 @@ def fit_together(plans: Sequence[LaunchPlan], facts: MachineFacts) -> bool:
     """Whether all arms may be alive at once, from the planner's memory estimates."""
     if any(plan.device != "cpu" for plan in plans):
         free = min((device.memory_free for device in facts.devices), default=0)
-        return sum(plan.memory.total for plan in plans) <= free * MEMORY_SHARE
+        return sum(plan.memory.total * plan.ranks_per_gpu for plan in plans) <= free * MEMORY_SHARE
     return sum(plan.memory.total * plan.tp_size for plan in plans) <= facts.memory_available * MEMORY_SHARE
 
 

@@ -17,7 +17,14 @@ from interlock.bench.prefill import PrefillResult
 from interlock.bench.routing import RoutingSpread
 from interlock.bench.serving.run import ServeResult
 from interlock.bench.statistics import percentile
-from interlock.evidence.record import device_facts, interlock_version, model_facts, now, recorded_arm
+from interlock.evidence.record import (
+    device_facts,
+    interlock_version,
+    model_facts,
+    now,
+    recorded_arm,
+    rehearsal_notes,
+)
 from interlock.evidence.schema import Arm, DeviceFacts, Evidence, Measurement, ModelFacts, Scalar
 from interlock.plan.facts import MachineFacts
 
@@ -52,7 +59,7 @@ def evidence_of(
         arms=tuple(arms),
         verdict=verdict,
         measurements=tuple(measurements),
-        notes=tuple(notes),
+        notes=(*rehearsal_notes(arms), *notes),
     )
 
 
@@ -152,7 +159,7 @@ def _decode_point(
             "client_step_ms": percentile(point.client, 0.5),
             "output_tokens_per_second": rate,
             "cached_tokens": point.cached_tokens,
-            "devices": result.plans[arm].tp_size,
+            "devices": result.plans[arm].gpus,
             **routing,
         },
     )
@@ -203,7 +210,7 @@ def prefill_evidence(result: PrefillResult, options: Mapping[str, str], facts: M
                         "submitted_tokens": point.submitted_tokens,
                         "cached_tokens": point.cached_tokens,
                         "cut": point.reason,
-                        "devices": plan.tp_size,
+                        "devices": plan.gpus,
                     },
                 )
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any, Final
 
 import msgspec
 
-from interlock.evidence.schema import Arm, DeviceFacts, ModelFacts
+from interlock.evidence.schema import Arm, DeviceFacts, ModelFacts, arm_plan
 from interlock.plan.facts import MachineFacts
 from interlock.plan.launch_plan import LaunchPlan
+from interlock.plan.rehearsal import sharing_notice
 
 PATH_ITEMS: Final = ("model_path", "model")
 
@@ -58,7 +59,7 @@ def host_facts(facts: MachineFacts) -> DeviceFacts:
 
 def device_facts(plan: LaunchPlan, facts: MachineFacts) -> DeviceFacts:
     """The device that ``plan`` computes on, from what was probed of this machine."""
-    return device_of(plan.device, plan.tp_size, facts)
+    return device_of(plan.device, plan.gpus, facts)
 
 
 def device_of(kind: str, count: int, facts: MachineFacts) -> DeviceFacts:
@@ -77,6 +78,12 @@ def device_of(kind: str, count: int, facts: MachineFacts) -> DeviceFacts:
         python=facts.python,
         cores=facts.cores,
     )
+
+
+def rehearsal_notes(arms: Iterable[Arm]) -> tuple[str, ...]:
+    """What must be said of arms whose ranks shared GPUs, each sentence once."""
+    sizes = (arm_plan(arm).get("ranks_per_gpu") or 1 for arm in arms)
+    return tuple(filter(None, dict.fromkeys(map(sharing_notice, sizes))))
 
 
 def recorded_arm(

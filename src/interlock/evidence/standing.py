@@ -20,6 +20,7 @@ PROVEN_ITEMS = (
     "tp_size",
     "ep_size",
     "attn_dp_size",
+    "ranks_per_gpu",
     "moe_a2a_backend",
     "moe_runner_backend",
     "kernels",
@@ -43,6 +44,7 @@ class Combination:
     tp_size: int
     ep_size: int
     attn_dp_size: int
+    ranks_per_gpu: int = 1
 
     @classmethod
     def of_plan(cls, plan: LaunchPlan, device_key: str) -> Combination:
@@ -57,6 +59,7 @@ class Combination:
             tp_size=plan.tp_size,
             ep_size=plan.ep_size,
             attn_dp_size=plan.attn_dp_size,
+            ranks_per_gpu=plan.ranks_per_gpu,
         )
 
     @classmethod
@@ -73,13 +76,14 @@ class Combination:
             tp_size=int(plan.get("tp_size", 0)),
             ep_size=int(plan.get("ep_size", 0)),
             attn_dp_size=int(plan.get("attn_dp_size", 0)),
+            ranks_per_gpu=int(plan.get("ranks_per_gpu", 1)),
         )
 
     def __str__(self) -> str:
         return (
             f"{self.family} {self.weight_format} in {self.dtype}, a2a {self.a2a}, runner {self.runner}, "
             f"kernels {self.kernels}, TP {self.tp_size} EP {self.ep_size} DP {self.attn_dp_size}, "
-            f"on {self.device}"
+            f"on {self.device}" + (f", {self.ranks_per_gpu} ranks a GPU" if self.ranks_per_gpu > 1 else "")
         )
 
     def sizes(self) -> tuple[int, int, int]:
@@ -90,6 +94,7 @@ class Standing(Enum):
     """How near the best evidence comes, best first."""
 
     PROVEN = "proven"
+    REHEARSED = "rehearsed with ranks that shared a GPU"
     OTHER_SIZE = "proven with other sizes"
     OTHER_DEVICE = "proven on another device"
     SIBLING = "proven for a sibling family"
@@ -132,9 +137,14 @@ def proves(evidence: Evidence) -> bool:
 
 
 def nearness(wanted: Combination, shown: Combination) -> Standing:
-    """How near ``shown`` comes to ``wanted``; only one thing may differ."""
+    """How near ``shown`` comes to ``wanted``; only one thing may differ. A run in which ranks shared a GPU
+    says nothing of the links between GPUs; one in which they did not says all that a rehearsal would."""
     if shown == wanted:
         return Standing.PROVEN
+    is_rehearsal = shown.ranks_per_gpu > wanted.ranks_per_gpu
+    shown = replace(shown, ranks_per_gpu=wanted.ranks_per_gpu)
+    if shown == wanted:
+        return Standing.REHEARSED if is_rehearsal else Standing.PROVEN
     same_sizes = replace(
         shown, tp_size=wanted.tp_size, ep_size=wanted.ep_size, attn_dp_size=wanted.attn_dp_size
     )
@@ -169,6 +179,8 @@ def admit(plan: LaunchPlan, facts: MachineFacts, folders: Iterable[Path] | None 
 
 
 def _words(near: Standing, shown: Combination) -> str:
+    if near is Standing.REHEARSED:
+        return f"rehearsed with {shown.ranks_per_gpu} ranks on each GPU"
     if near is Standing.OTHER_SIZE:
         tp, ep, dp = shown.sizes()
         return f"proven with TP {tp} EP {ep} DP {dp}"

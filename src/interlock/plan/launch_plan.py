@@ -67,6 +67,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         attn_dp_size: attention replicas; attention tensor parallelism is tp_size / attn_dp_size.
         ranks_per_gpu: consecutive ranks that share a GPU, 1 but in a rehearsal.
         nccl_library: file that the ranks of a rehearsal load as NCCL; "" for torch's own.
+        moe_a2a_mode: way of exchanging that the backend lets choose; "" where it has one way only.
         moe_layout_prefill, moe_layout_decode: layout of dispatched rows for each phase.
         moe_prefill_capacity, moe_decode_capacity: T, tokens that one rank may dispatch in one step.
         moe_buffer_bytes: bytes that the dispatcher reserves on a rank.
@@ -158,11 +159,17 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     disaggregation_timeout: float = 0.0
     disaggregation_queue_timeout: float = 0.0
 
+    moe_a2a_mode: str = ""
     ranks_per_gpu: int = 1
     nccl_library: str = ""
 
     memory: MemoryEstimate
     provenance: dict[str, Provenance]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all ranks (or ranks, on a CPU)."""
+        return self.tp_size // self.ranks_per_gpu
 
     @property
     def attn_tp_size(self) -> int:

@@ -76,6 +76,7 @@ def _facts(report: Report) -> str:
         ("packages", ", ".join(f"{name} {version}" for name, version in evidence.packages.items())),
         ("rounding", f"log-probabilities within {report.tolerance:g}"),
     ]
+    rows += [("note", note) for note in evidence.notes if not note.startswith("log-probabilities within")]
     cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
     return f"<table>{cells}</table>"
 

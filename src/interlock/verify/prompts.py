@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,6 +37,25 @@ class Tokeniser(Protocol):
     """What is needed of a tokenizer."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+
+class DrawnTokens:
+    """Stands in for the tokenizer of a model that has none (``shape:NAME``): made-up tokens for each word."""
+
+    NOTE = "prompts of made-up tokens, since the model has no tokenizer"
+    TOKENS_OF_A_WORD = 4
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The same text gives the same tokens; a word's depend on its place."""
+        places = ((index, word) for index, word in enumerate(text.split()))
+        return [
+            zlib.crc32(f"{index} {part} {word}".encode()) % self._vocab_size
+            for index, word in places
+            for part in range(self.TOKENS_OF_A_WORD)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

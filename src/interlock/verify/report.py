@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from interlock.evidence.record import device_facts, interlock_version, model_facts, now, recorded_arm
+from interlock.evidence.record import (
+    device_facts,
+    interlock_version,
+    model_facts,
+    now,
+    recorded_arm,
+    rehearsal_notes,
+)
 from interlock.evidence.schema import Arm, Evidence, Measurement, PromptOutcome
 from interlock.plan.facts import MachineFacts
 from interlock.verify.findings import Finding
@@ -54,11 +62,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[PromptReport, ...]
 
 
-def make_report(result: Result, facts: MachineFacts) -> Report:
+def make_report(result: Result, facts: MachineFacts, notes: Sequence[str] = ()) -> Report:
     """Put a run into words and numbers. The candidate runs on this machine, which ``facts`` describe."""
     plan = result.candidate.plan
     assert plan is not None, "the candidate is always an engine of this package"
     prompts = tuple(_prompt(finding) for finding in result.findings)
+    arms = (_arm(result.control, result.receipts[0]), _arm(result.candidate, result.receipts[1]))
     evidence = Evidence(
         kind="verify",
         created=now(),
@@ -66,11 +75,15 @@ def make_report(result: Result, facts: MachineFacts) -> Report:
         model=model_facts(plan),
         device=device_facts(plan, facts),
         packages=dict(facts.packages),
-        arms=(_arm(result.control, result.receipts[0]), _arm(result.candidate, result.receipts[1])),
+        arms=arms,
         verdict=str(result.verdict),
         prompts=tuple(prompt.outcome for prompt in prompts),
         measurements=_measurements(result),
-        notes=(f"log-probabilities within {result.tolerance:g} count as rounding",),
+        notes=(
+            *rehearsal_notes(arms),
+            f"log-probabilities within {result.tolerance:g} count as rounding",
+            *notes,
+        ),
     )
     return Report(evidence=evidence.sealed(), tolerance=result.tolerance, prompts=prompts)
 

@@ -35,7 +35,8 @@ def render(report: Report) -> Group:
         )
     arms = [Text(f"{arm.name}: {_arm(arm)}") for arm in evidence.arms]
     verdict = Text(summary(report), "bold red" if evidence.verdict == "unexplained" else "bold green")
-    return Group(*arms, table, *_details(report), verdict)
+    notes = [Text(note, "dim") for note in evidence.notes]
+    return Group(*arms, table, *_details(report), *notes, verdict)
 
 
 def _details(report: Report) -> list[Text]:
