@@ -15,6 +15,7 @@ from interlock.engine.client import Engine
 from interlock.engine.endpoints import Place
 from interlock.engine.remote_node import RemoteNode
 from interlock.errors import EngineDeadError
+from interlock.heap import steady_heap
 from interlock.logs import fields
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.server.app import create_app
@@ -35,6 +36,7 @@ def serve(plan: LaunchPlan, *, api_key: str | None, place: Place | None = None) 
     Args:
         place: the ranks of this process; by default all those of its node.
     """
+    steady_heap()
     place = place or Place.of(plan)
     if not place.is_first:
         return RemoteNode(plan, place, leave_seconds=plan.drain_timeout + STOP_SECONDS).run()

@@ -108,7 +108,8 @@ def main() -> int:
         "by_kind": dict(findings.sent),
         "by_status": {str(status): count for status, count in sorted(findings.statuses.items())},
         "memory_growth": round(growth, 4),
-        "memory_mib": round(memory.samples[-1][1] / 2**20, 1),
+        "memory_growth_by_process": memory.growth_by_process(),
+        "memory_mib": memory.mib(),
         "open_files_more": more_files,
         "free_after_seconds": round(settled, 3),
     }

@@ -134,7 +134,8 @@ def main() -> int:
         "minutes": given.minutes,
         "counts": dict(sorted(counts.items())),
         "memory_growth": round(growth, 4),
-        "memory_mib": [round(value / 2**20, 1) for _, value in memory.samples[:: max(1, SAMPLES // 12)]],
+        "memory_growth_by_process": memory.growth_by_process(),
+        "memory_mib": memory.mib(),
         "open_files_more": more_files,
         "free_after_seconds": round(settled, 3),
     }

@@ -8,7 +8,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import httpx
@@ -22,28 +22,65 @@ PAGES = ("interlock:kv_cache_usage_perc", "interlock:kv_window_cache_usage_perc"
 
 @dataclass
 class Memory:
-    """Resident bytes of the server and its ranks over time."""
+    """Resident bytes of each process of a server over time: front end, ranks, and compilers of grammars.
+
+    ``warm_up``: the first share of the samples, in which caches fill up to their limits.
+    """
 
     served: Served
-    samples: list[tuple[float, int]] = field(default_factory=list)
+    warm_up: float = 0.2
+    samples: list[dict[str, int]] = field(default_factory=list)
 
-    def processes(self) -> list[psutil.Process]:
-        return [psutil.Process(self.served.process.popen.pid), *self.served.process.ranks()]
+    def processes(self) -> dict[str, psutil.Process]:
+        front = psutil.Process(self.served.process.popen.pid)
+        found = {"front end": front}
+        found |= {f"rank {index}": rank for index, rank in enumerate(self.served.process.ranks())}
+        others = [child for child in front.children(recursive=True) if child not in found.values()]
+        return found | {f"grammar compiler {index}": child for index, child in enumerate(others)}
 
-    def note(self) -> int:
-        total = sum(process.memory_info().rss for process in self.processes())
-        self.samples.append((time.monotonic(), total))
-        return total
+    def note(self) -> None:
+        """Take a sample; a compiler that is just being replaced is left out."""
+        sample = {}
+        for name, process in self.processes().items():
+            with suppress(psutil.NoSuchProcess):
+                sample[name] = process.memory_info().rss
+        self.samples.append(sample)
 
     def open_files(self) -> int:
-        return sum(process.num_fds() for process in self.processes())
+        """Of front end and ranks."""
+        return sum(process.num_fds() for name, process in self.processes().items() if _serves(name))
 
-    def growth(self, warm_up: float = 0.2) -> float:
+    def serving(self) -> list[int]:
+        """Resident bytes of front end and ranks together, over time."""
+        return [sum(size for name, size in sample.items() if _serves(name)) for sample in self.samples]
+
+    def growth(self) -> float:
+        """Of front end and ranks together, after the warm-up."""
+        return self._growth(self.serving())
+
+    def growth_by_process(self) -> dict[str, float]:
+        """Of each process that was there all the time."""
+        after = self.samples[int(len(self.samples) * self.warm_up) :]
+        names = [name for name in after[0] if all(name in sample for sample in after)]
+        return {
+            name: round(self._growth([sample.get(name, 0) for sample in self.samples]), 4) for name in names
+        }
+
+    def mib(self, points: int = 12) -> dict[str, list[float]]:
+        """A few of the samples of each process, in MiB."""
+        names = dict.fromkeys(name for sample in self.samples for name in sample)
+        some = self.samples[:: max(1, len(self.samples) // points)]
+        return {name: [round(sample.get(name, 0) / 2**20, 1) for sample in some] for name in names}
+
+    def _growth(self, values: Sequence[int]) -> float:
         """Median of the last tenth over the median of the tenth after the warm-up, less 1."""
-        values = [value for _, value in self.samples]
-        start = int(len(values) * warm_up)
+        start = int(len(values) * self.warm_up)
         tenth = max(1, (len(values) - start) // 10)
         return statistics.median(values[-tenth:]) / statistics.median(values[start : start + tenth]) - 1
+
+
+def _serves(name: str) -> bool:
+    return not name.startswith("grammar")
 
 
 def free(served: Served) -> bool:

@@ -20,6 +20,7 @@ from typing import IO, BinaryIO
 import msgspec
 
 from interlock.errors import InterlockError
+from interlock.heap import steady_heap
 from interlock.structured.compiler import GrammarCompiler, GrammarError, plain_message
 from interlock.structured.spec import GrammarSpec
 from interlock.structured.vocabulary import Vocabulary
@@ -62,6 +63,7 @@ def _read_exactly(stream: BinaryIO | IO[bytes], count: int) -> bytes | None:
 
 
 def main() -> None:
+    steady_heap()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
