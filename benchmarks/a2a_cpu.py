@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from interlock.bench.a2a import A2AShape, arms_for, run_a2a
+from interlock.bench.a2a import A2ARun, arms_for, run_a2a, shape_of
+from interlock.plan.facts import probe
 
 
 def main() -> None:
@@ -28,9 +29,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
-    shape = A2AShape(hidden=args.hidden, experts=args.experts, top_k=args.top_k)
-    arms = arms_for(args.ranks, ["collective", "shared_memory"])
-    points = run_a2a(arms, shape, args.ranks, args.tokens, args.rounds)
+    shape = shape_of("cpu", hidden=args.hidden, experts=args.experts, top_k=args.top_k, dtype=None)
+    run = A2ARun(shape=shape, ranks=args.ranks, tokens=tuple(args.tokens), rounds=args.rounds)
+    points = run_a2a(arms_for(run, ["collective", "shared_memory"], probe()), run)
     print(f"{args.ranks} ranks, hidden {args.hidden}, {args.experts} experts, top {args.top_k}, float32")
     print(f"torch {torch.__version__}; median of {args.rounds} rounds, slowest rank, microseconds")
     report: dict[str, dict[str, float]] = {}

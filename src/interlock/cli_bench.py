@@ -284,33 +284,44 @@ def moe(
 def a2a(
     tokens: Annotated[str, typer.Option(help="Tokens of each rank, with commas.")] = "1,4,16,64",
     ranks: Annotated[int, typer.Option(help="Rank processes.", min=2)] = 2,
-    hidden: Annotated[int, typer.Option(help="Hidden size.", min=1)] = 576,
-    experts: Annotated[int, typer.Option(help="Experts of all ranks.", min=1)] = 24,
-    top_k: Annotated[int, typer.Option(help="Experts of a token.", min=1)] = 12,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    hidden: Annotated[
+        int | None, typer.Option(help="Hidden size; default: 576, on a GPU 4096.", min=1)
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(help="Experts of all ranks; default: 24, on a GPU 256.", min=1)
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Experts of a token; 12, on a GPU 8.", min=1)] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or fp8; default: float32, on a GPU bfloat16.")
+    ] = None,
     backend: Annotated[
         list[str] | None, typer.Option("--a2a", help="Only this backend; may be repeated.")
     ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: GPUs if there are any.")] = None,
+    ranks_per_gpu: Annotated[
+        int, typer.Option(help="Rehearsal: ranks that share a GPU; such figures are no speeds.", min=1)
+    ] = 1,
     rounds: Rounds = 100,
     out: Out = None,
     name: Name = None,
     plot: Plot = True,
 ) -> int:
-    """Dispatch, combine and both alone, over rank processes on this CPU."""
-    from interlock.bench.a2a import A2AShape, arms_for, run_a2a
+    """Dispatch, combine and both alone, over rank processes: time and bandwidth."""
+    from interlock.bench.a2a import A2ARun, arms_for, choose_gpus, run_a2a, shape_of
     from interlock.bench.parts_record import a2a_evidence
     from interlock.bench.tables import a2a_table
 
     load = _begin(plot)
-    _check_sizes(experts, top_k, dtype)
-    shape = A2AShape(hidden=hidden, experts=experts, top_k=top_k, dtype=dtype)
-    arms = arms_for(ranks, backend or [])
+    facts = _facts()
+    gpus = choose_gpus(device, ranks, ranks_per_gpu, facts)
+    where = "cpu" if gpus is None else "cuda"
+    shape = shape_of(where, hidden=hidden, experts=experts, top_k=top_k, dtype=dtype)
+    run = A2ARun(shape=shape, ranks=ranks, tokens=_integers("--tokens", tokens), rounds=rounds, gpus=gpus)
+    arms = arms_for(run, backend or [], facts)
     with _progress(None) as tick:
         tick(f"{len(arms)} arms over {ranks} ranks")
-        points = run_a2a(arms, shape, ranks, _integers("--tokens", tokens), rounds)
-    _finish(
-        a2a_table(points, ranks), a2a_evidence(points, shape, ranks, rounds, _facts()), out, name, plot, load
-    )
+        points = run_a2a(arms, run)
+    _finish(a2a_table(points, ranks), a2a_evidence(points, run, facts), out, name, plot, load)
     return 0
 
 
@@ -386,23 +397,6 @@ def _begin(plot: bool) -> str:
     return note
 
 
-def _check_sizes(experts: int, top_k: int, dtype: str) -> None:
-    if top_k > experts:
-        raise Refusal(
-            option="--top-k",
-            given=top_k,
-            rule=f"a token cannot go to more than {experts} experts",
-            alternatives=(f"--top-k {experts}",),
-        )
-    if dtype not in ("float32", "bfloat16"):
-        raise Refusal(
-            option="--dtype",
-            given=dtype,
-            rule="is neither float32 nor bfloat16",
-            alternatives=("--dtype float32", "--dtype bfloat16"),
-        )
-
-
 def _integers(flag: str, text: str) -> tuple[int, ...]:
     """``"1,2,4"``, ascending and without repeats."""
     try:
@@ -465,11 +459,11 @@ def _finish(
     import msgspec
 
     from interlock.evidence.ledger import write_evidence
-    from interlock.evidence.record import rehearsal_notes
+    from interlock.evidence.record import said_rehearsals
 
     console = _console()
     console.print(table)
-    for notice in rehearsal_notes(evidence.arms):
+    for notice in said_rehearsals(evidence):
         console.print(notice, soft_wrap=True)
     evidence = msgspec.structs.replace(evidence, notes=(*evidence.notes, load))
     path = write_evidence(evidence, out, name=name)

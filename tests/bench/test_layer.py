@@ -1,11 +1,10 @@
-"""What ``bench moe`` and ``bench a2a`` count: bytes, operations, rows, and the roofline."""
+"""What ``bench moe`` counts: bytes, operations, rows, and the roofline."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from interlock.bench.a2a import A2AShape, arms_for, run_a2a
 from interlock.bench.layer import (
     LayerPoint,
     LayerShape,
@@ -102,14 +101,3 @@ def test_what_does_not_fit_is_refused() -> None:
         choose_runners(["cpu"], "cuda", "torch", "float32")
     with pytest.raises(Refusal, match="more than 4 experts"):
         layer_shape(None, hidden=8, expert_width=8, experts=4, top_k=5, dtype=None)
-    with pytest.raises(Refusal, match="exchanges no rows between 2 ranks"):
-        arms_for(2, ["none"])
-
-
-def test_a2a_parts_over_two_real_ranks() -> None:
-    """Every part of every arm has one time a round, of the slowest rank."""
-    arms = arms_for(2, ["collective"])
-    assert {layout for _, layout in arms} == {"contiguous", "masked"}
-    points = run_a2a(arms, A2AShape(hidden=16, experts=4, top_k=2), 2, (1, 3), rounds=2)
-    assert len(points) == 2 * 2 * 3
-    assert all(len(point.figure.samples) == 2 and point.figure.least > 0 for point in points)

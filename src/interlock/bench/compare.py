@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from interlock.bench.record import DELIVERED, MATCHED
 from interlock.errors import Refusal
-from interlock.evidence.record import rehearsal_notes
+from interlock.evidence.record import rehearsal_notes, said_rehearsals
 from interlock.evidence.schema import Arm, Evidence, Measurement, Scalar, arm_plan
 
 NOT_COMPARED: Final = frozenset(
@@ -82,7 +82,9 @@ def compare(
         Refusal: a difference that is not allowed (all are named), or nothing in common.
     """
     mine, theirs = pick_arms(first, first_arm), pick_arms(second, second_arm)
-    _refuse_rehearsals([*mine, *theirs])
+    _refuse_rehearsals(
+        [*said_rehearsals(first), *said_rehearsals(second), *rehearsal_notes([*mine, *theirs])]
+    )
     differences = [*_runs(first, second), *_plans(mine, theirs)]
     pairs, unpaired = _pair(first, {arm.name for arm in mine}, second, {arm.name for arm in theirs})
     differences += _unmatched(pairs)
@@ -106,8 +108,8 @@ def compare(
     return Comparison(tuple(pairs), tuple(each for each in found if each.item in allow), tuple(unpaired))
 
 
-def _refuse_rehearsals(arms: Sequence[Arm]) -> None:
-    for notice in rehearsal_notes(arms):
+def _refuse_rehearsals(notices: Sequence[str]) -> None:
+    for notice in notices:
         raise Refusal(
             option="bench compare",
             given="",

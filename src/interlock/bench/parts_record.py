@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlock.bench.a2a import A2APoint, A2AShape
+from interlock.bench.a2a import A2APoint, A2ARun
 from interlock.bench.layer import LayerPoint, LayerShape, Skipped
 from interlock.bench.limits import Limits
 from interlock.bench.record import evidence_of
-from interlock.evidence.record import host_facts
+from interlock.evidence.record import device_of
 from interlock.evidence.schema import Arm, DeviceFacts, Evidence, Measurement, ModelFacts, Scalar
 from interlock.plan.facts import MachineFacts
 
@@ -81,25 +81,27 @@ def layer_evidence(
     )  # fmt: skip
 
 
-def a2a_evidence(
-    points: Sequence[A2APoint], shape: A2AShape, ranks: int, rounds: int, facts: MachineFacts
-) -> Evidence:
+def a2a_evidence(points: Sequence[A2APoint], run: A2ARun, facts: MachineFacts) -> Evidence:
     """One arm for each backend and layout."""
+    shape, copies, gpus = run.shape, points[0].copies, run.gpus
     shared: dict[str, Scalar] = {
         "tool": "a2a",
-        "ranks": ranks,
+        "ranks": run.ranks,
+        "ranks_per_gpu": gpus.per_gpu if gpus else None,
         "hidden": shape.hidden,
         "experts": shape.experts,
         "top_k": shape.top_k,
         "dtype": shape.dtype,
-        "rounds": rounds,
+        "rounds": run.rounds,
+        "copy_gb_per_second": copies.device / 1e9,
+        "peer_copy_gb_per_second": None if copies.peer is None else copies.peer / 1e9,
     }
     return evidence_of(
         model=ModelFacts(name="a2a", family="", architecture="", config_hash="", weight_format=""),
-        device=host_facts(facts),
+        device=device_of(run.device, run.ranks // (gpus.per_gpu if gpus else 1), facts),
         facts=facts,
         arms=[
-            Arm(name=f"{backend}-{layout}", options=f"a2a {backend}, layout {layout}, {ranks} ranks")
+            Arm(name=f"{backend}-{layout}", options=f"a2a {backend}, layout {layout}, {run.ranks} ranks")
             for backend, layout in dict.fromkeys((point.backend, point.layout) for point in points)
         ],
         measurements=[
@@ -115,9 +117,17 @@ def a2a_evidence(
                     "part": point.part,
                     "least_us": point.figure.least * 1e6,
                     "most_us": point.figure.most * 1e6,
+                    "logical_gb_per_second": point.logical_bandwidth / 1e9,
+                    "link_gb_per_second": point.link_bandwidth / 1e9,
+                    "share_of_copy": point.share_of_copy,
+                    "share_of_peer_copy": point.share_of_link,
                 },
             )
             for point in points
         ],
-        notes=["seconds of the slowest rank in each round; the median over rounds"],
+        notes=[
+            *filter(None, [gpus.notice if gpus else ""]),
+            "seconds of the slowest rank in each round; the median over rounds",
+            f"copy bandwidth (read and write): {copies.how}, by one rank alone",
+        ],
     )

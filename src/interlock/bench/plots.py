@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from interlock.errors import Refusal
-from interlock.evidence.record import rehearsal_notes
+from interlock.evidence.record import said_rehearsals
 from interlock.evidence.schema import Evidence, Measurement
 
 FORMATS: Final = ("png", "svg")
@@ -49,7 +49,7 @@ def plot(evidence: Evidence, stem: Path) -> list[Path]:
     drawn = _serve(evidence, axes) or _lines(evidence, axes)
     if not drawn:
         return []
-    title = [f"{evidence.model.name} on {evidence.device.name}", *rehearsal_notes(evidence.arms)]
+    title = [f"{evidence.model.name} on {evidence.device.name}", *said_rehearsals(evidence)]
     axes.set_title("\n".join(title), fontsize=10)
     axes.grid(visible=True, alpha=0.3)
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in FORMATS]

@@ -173,15 +173,21 @@ def layer_table(points: Sequence[LayerPoint | Skipped], limits: Limits) -> Rende
 
 
 def a2a_table(points: Sequence[A2APoint], ranks: int) -> RenderableType:
-    """us by tokens, part and backend."""
-    arms = list(dict.fromkeys(f"{p.backend} {p.layout}" for p in points))
+    """Time and bandwidths of each part of each backend, by tokens."""
+    copies = points[0].copies
+    peer = "" if copies.peer is None else f", from one GPU to another {copies.peer / 1e9:.4g}"
     table = _table(
-        f"Dispatch and combine over {ranks} ranks, us (slowest rank), median", "tokens", "part", *arms
-    )
-    by = {(p.tokens, p.part, f"{p.backend} {p.layout}"): p for p in points}
-    for tokens, part in dict.fromkeys((p.tokens, p.part) for p in points):
-        cells = [f"{by[tokens, part, arm].figure.median * 1e6:.4g}" for arm in arms]
-        table.add_row(str(tokens), part, *cells)
+        f"Dispatch and combine over {ranks} ranks; a copy moves {copies.device / 1e9:.4g} GB/s{peer}",
+        "tokens", "part", "backend", "layout", "us, slowest rank", "logical GB/s", "share of copy",
+        "link GB/s", "share of link",
+    )  # fmt: skip
+    for point in sorted(points, key=lambda p: (p.tokens, p.part)):
+        share = point.share_of_link
+        table.add_row(
+            str(point.tokens), point.part, point.backend, point.layout, spread(point.figure, 1e6, 4),
+            f"{point.logical_bandwidth / 1e9:.4g}", f"{point.share_of_copy:.1%}",
+            f"{point.link_bandwidth / 1e9:.4g}", "-" if share is None else f"{share:.1%}",
+        )  # fmt: skip
     return table
 
 

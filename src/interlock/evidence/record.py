@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import msgspec
 
-from interlock.evidence.schema import Arm, DeviceFacts, ModelFacts, arm_plan
+from interlock.evidence.schema import Arm, DeviceFacts, Evidence, ModelFacts, arm_plan
 from interlock.plan.facts import MachineFacts
 from interlock.plan.launch_plan import LaunchPlan
-from interlock.plan.rehearsal import sharing_notice
+from interlock.plan.rehearsal import REHEARSAL, sharing_notice
 
 PATH_ITEMS: Final = ("model_path", "model")
 
@@ -78,6 +78,11 @@ def device_of(kind: str, count: int, facts: MachineFacts) -> DeviceFacts:
         python=facts.python,
         cores=facts.cores,
     )
+
+
+def said_rehearsals(evidence: Evidence) -> tuple[str, ...]:
+    """What the notes of ``evidence`` say of ranks that shared GPUs."""
+    return tuple(note for note in evidence.notes if note.startswith(REHEARSAL))
 
 
 def rehearsal_notes(arms: Iterable[Arm]) -> tuple[str, ...]:

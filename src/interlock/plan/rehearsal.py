@@ -29,6 +29,8 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
 """What a rank that shares its GPU needs before torch and NCCL are loaded."""
+REHEARSAL: Final = "rehearsal: "
+"""How the sentence begins that every report of a rehearsal has."""
 _FLAG: Final = "--ranks-per-gpu"
 
 
@@ -96,7 +98,7 @@ def sharing_notice(ranks_per_gpu: int) -> str:
     """The sentence for ``ranks_per_gpu`` ranks on each GPU; "" for one."""
     if ranks_per_gpu == 1:
         return ""
-    return f"rehearsal: {ranks_per_gpu} ranks share a GPU; not a speed measurement"
+    return f"{REHEARSAL}{ranks_per_gpu} ranks share a GPU; not a speed measurement"
 
 
 def rank_environment(ranks_per_gpu: int, nccl_library: str, inherited: Mapping[str, str]) -> dict[str, str]:
