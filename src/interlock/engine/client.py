@@ -141,9 +141,10 @@ class Engine:
         return engine
 
     def _send_soon(self, replica: int, message: ToEngine) -> None:
-        """Send without waiting: sockets have no limit, so the message is queued at once."""
+        """Send without waiting. The socket keeps what it cannot send yet (a rank may say that it is ready
+        before its connection is up); there is no limit."""
         self._outboxes[replica].flush()
-        self._inputs[replica].send(self._encoder.encode(message), zmq.NOBLOCK)
+        self._inputs[replica].send(self._encoder.encode(message))
 
     async def stream(self, request: AddRequest, *, replica: int | None = None) -> AsyncIterator[TokenDelta]:
         """See ``EngineClient``. ``replica``: who computes it; by default the one with the least load."""
