@@ -165,10 +165,41 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     chunk_ends: tuple[int, ...] = ()
 
 
+class TransferStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A prefill or decode replica's part in transfers; ``*_total`` only grow.
+
+    Attributes:
+        role: "prefill" or "decode".
+        states: requests that are not handed over yet, by state of this half (engine/disaggregation).
+        peers: servers of the other role that it is connected to.
+        pages_held: pages, of both spaces, that a transfer may read or write.
+        pages_quarantined: of those, pages of requests that are over for their clients.
+        copies_pending: ordered and not finished.
+        tokens_total: prompt tokens whose keys and values were ordered to move (prefill) or moved (decode).
+        copies_total, bytes_total, seconds_total, copy_failures_total: of a prefill replica, summed over its
+            ranks; seconds are those spent writing.
+    """
+
+    role: str = ""
+    states: dict[str, int] = {}
+    peers: int = 0
+    pages_held: int = 0
+    pages_quarantined: int = 0
+    copies_pending: int = 0
+    tokens_total: int = 0
+    handed_over_total: int = 0
+    failed_total: int = 0
+    copies_total: int = 0
+    bytes_total: int = 0
+    seconds_total: float = 0.0
+    copy_failures_total: int = 0
+
+
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Counters of one scheduler. Plain counts unless the name says otherwise; ``*_total`` only grow.
 
-    ``receiving``: requests that hold pages which another server fills.
+    ``receiving``: requests that hold pages which another server fills. ``transfer``: None on a server that
+    does both phases.
     """
 
     replica: int = 0
@@ -189,6 +220,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     aborts_total: int = 0
     steps_prefill_total: int = 0
     steps_decode_total: int = 0
+    transfer: TransferStats | None = None
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

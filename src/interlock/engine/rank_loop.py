@@ -252,6 +252,8 @@ class LeaderLoop:
         stats = self._scheduler.stats()
         if len(self._gate):
             stats = msgspec.structs.replace(stats, waiting=stats.waiting + len(self._gate))
+        if (transfer := self._role.stats()) is not None:
+            stats = msgspec.structs.replace(stats, transfer=transfer)
         outputs = EngineOutputs(replica=self._replicas.rank, deltas=tuple(deltas), stats=stats, step=step)
         self._outputs.send(self._encoder.encode(outputs), copy=False)
 

@@ -71,6 +71,13 @@ class SlotTable:
         self.first_window[row] = 0
         self._free.append(row)
 
+    def held(self, row: int) -> int:
+        """Pages of both spaces in a row's tables."""
+        used = self.pages[row]
+        return sum(
+            int((each[row, :used] != NO_PAGE).sum()) for each in (self.full, self.window) if each is not None
+        )
+
     def fill(
         self, row: int, tokens: npt.NDArray[np.int32], prompt_len: int, params: SamplingParams, seed: int
     ) -> None:

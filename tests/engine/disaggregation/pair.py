@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from interlock.engine.disaggregation.decode import DecodeRole
-from interlock.engine.disaggregation.prefill import Deadlines, PrefillRole
+from interlock.engine.disaggregation.half import Deadlines, Traffic
+from interlock.engine.disaggregation.prefill import PrefillRole
 from interlock.engine.disaggregation.wire import Copy, Message, pack, unpack
 from interlock.engine.messages import AddRequest, Meeting, SamplingParams
 from tests.engine.simulation import Simulation, Stream, check_pages, sim_plan
@@ -42,6 +43,7 @@ class Network:
 class _Prefill:
     def __init__(self, network: Network) -> None:
         self._network = network
+        self.traffic = Traffic()
 
     def send(self, peer: int, message: Message) -> None:
         if self._network.connected and peer == self._network.connection and not self._network.lose(message):
@@ -54,6 +56,7 @@ class _Prefill:
 class _Decode:
     def __init__(self, network: Network) -> None:
         self._network = network
+        self.traffic = Traffic()
         self.dropped: list[int] = []
 
     def reach(self, meeting: Meeting) -> int:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlock.engine.disaggregation.prefill import Deadlines
+from interlock.engine.disaggregation.half import Deadlines
 from interlock.engine.disaggregation.wire import Copy, Ended, HandOver, Matched, Message, Reserve
 from interlock.engine.messages import TokenDelta
 from tests.engine.disaggregation.pair import DEADLINES, Pair
@@ -421,5 +421,57 @@ def test_a_lost_connection_quarantines_pages_for_a_while() -> None:
         assert not set(copy.target_full) & pair.decode.scheduler.store.full.free_pages()  # type: ignore[union-attr]
     failure(pair, name)
     pair.network.stalled = False
+    pair.run()
+    serves(pair)
+
+
+def test_each_half_tells_what_its_transfers_hold() -> None:
+    """Case H05, its metric: pages of a request that is over are counted until nothing reads or writes them."""
+    pair = Pair(quarantine=2.0)
+    name = pair.add(prompt_of(30), max_tokens=4, **LONG)
+    pair.network.stalled = True
+    paused(pair, name, "d:FINISHING")
+    prefill, decode = pair.p.stats(), pair.d.stats()
+    assert (prefill.role, prefill.states, prefill.copies_pending) == ("prefill", {"sending": 1}, 1)
+    assert (decode.role, decode.states) == ("decode", {"finishing": 1})
+    assert prefill.pages_held > 0 < decode.pages_held
+    assert prefill.pages_quarantined == decode.pages_quarantined == 0
+    assert prefill.tokens_total == 30
+    pair.cut()
+    pair.talk()
+    pair.tick()
+    prefill, decode = pair.p.stats(), pair.d.stats()
+    assert (prefill.states, decode.states) == ({"failed": 1}, {"quarantined": 1})
+    assert prefill.pages_quarantined == prefill.pages_held > 0
+    assert decode.pages_quarantined == decode.pages_held > 0
+    assert (prefill.failed_total, decode.failed_total) == (1, 1)
+    pair.network.stalled = False
+    pair.run()
+    serves(pair)
+    prefill, decode = pair.p.stats(), pair.d.stats()
+    assert prefill.pages_held == decode.pages_held == prefill.copies_pending == 0
+    assert prefill.states == decode.states == {}
+    assert prefill.handed_over_total == decode.handed_over_total == 1
+    assert decode.tokens_total == 41
+
+
+def test_a_hand_over_at_the_wrong_time_is_an_error() -> None:
+    """Messages of one request in another order, as no TCP connection brings them: nobody waits for ever."""
+    pair = Pair()
+    message = pair.message(prompt_of(20), max_tokens=4)
+    pair.to_decode(message)
+    early = HandOver(
+        key=(message.meeting.room, 0),  # type: ignore[union-attr]
+        tokens=20,
+        token=1,
+        logprob=None,
+        prompt_logprobs=(),
+        seed=0,
+        cached_tokens=0,
+    )
+    pair.network.to_decode.append((1, early))
+    pair.talk()
+    pair.tick()
+    assert "not asked for" in (failure(pair, message.request_id).error or "")
     pair.run()
     serves(pair)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from interlock.engine.disaggregation.prefill import Deadlines, failed, plain
+from interlock.engine.disaggregation.half import Deadlines, Half, Traffic, failed, plain
 from interlock.engine.disaggregation.wire import (
     Cancel,
     Ended,
@@ -33,7 +33,7 @@ from interlock.engine.disaggregation.wire import (
     digest,
     key_of,
 )
-from interlock.engine.messages import AddRequest, Meeting, TokenDelta
+from interlock.engine.messages import AddRequest, Meeting, TokenDelta, TransferStats
 from interlock.engine.reception import Arrival
 from interlock.engine.request import Request
 from interlock.engine.scheduler import Scheduler
@@ -60,6 +60,8 @@ HELD = RESERVED | {State.DRAINING, State.QUARANTINED}
 class PeerService(Protocol):
     """What the decode half needs of its connections to prefill servers."""
 
+    traffic: Traffic
+
     def reach(self, meeting: Meeting) -> int:
         """The connection to the prefill replica of this room, which may still be under way. ``heard`` and
         ``lost`` are called for it."""
@@ -73,7 +75,7 @@ class PeerService(Protocol):
 
 @dataclass(slots=True)
 class _Intake:
-    """One key."""
+    """One key. ``held``: tokens of the prompt that need not come."""
 
     key: Key
     message: AddRequest
@@ -82,15 +84,18 @@ class _Intake:
     state: State
     deadline: float
     request: Request | None = None
+    held: int = 0
 
 
-class DecodeRole:
+class DecodeRole(Half[_Intake]):
     """The decode half of every request of one scheduler, until its first token. One thread.
 
     Args:
         quarantine: seconds after a lost connection for which its pages are not used again.
         now: a monotonic clock.
     """
+
+    role = "decode"
 
     def __init__(
         self,
@@ -101,14 +106,18 @@ class DecodeRole:
         quarantine: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._scheduler = scheduler
+        peer, queue = deadlines.peer, deadlines.queue
+        seconds = {
+            State.MEETING: peer,
+            State.WAITING: queue,
+            State.RECEIVING: queue + peer,
+            State.FINISHING: 2 * peer,
+            State.DRAINING: peer,
+            State.QUARANTINED: quarantine,
+        }
+        super().__init__(scheduler, seconds, now)
         self._service = service
-        self._deadlines = deadlines
-        self._quarantine = quarantine
-        self._now = now
         self._intakes: dict[tuple[int, Key], _Intake] = {}
-        self._by_request: dict[str, _Intake] = {}
-        self._told: list[TokenDelta] = []
 
     def __len__(self) -> int:
         return len(self._intakes)
@@ -129,7 +138,9 @@ class DecodeRole:
         peer = self._service.reach(message.meeting)
         if (peer, key) in self._intakes or message.request_id in self._by_request:
             return [failed(message, f"room {key[0]} is already in use; rooms must be unique", refused=True)]
-        intake = _Intake(key, message, grammar, peer, State.MEETING, self._now() + self._deadlines.peer)
+        intake = _Intake(
+            key, message, grammar, peer, State.MEETING, self._now() + self._seconds[State.MEETING]
+        )
         self._intakes[peer, key] = self._by_request[message.request_id] = intake
         self._service.send(peer, Join(key=key, digest=digest(message)))
         return self._take_told()
@@ -147,20 +158,33 @@ class DecodeRole:
 
     def turn(self) -> list[TokenDelta]:
         """Let deadlines pass and give pages to those who wait; deltas for the front end."""
-        now = self._now()
-        for intake in [each for each in self._intakes.values() if each.deadline <= now]:
+        for intake in self._overdue(self._intakes.values()):
             if intake.state is State.QUARANTINED:
                 self._forget(intake)
             elif intake.state is State.DRAINING:
-                intake.deadline = now + self._deadlines.peer
+                self._enter(intake, State.DRAINING)
                 self._service.drop(intake.peer)
             else:
-                waited = self._seconds(intake.state)
-                self._end(intake, f"decode server: waited {waited:g} s for {intake.state.value}")
+                self._end(intake, self._waited(intake))
         for intake in list(self._intakes.values()):
             if intake.state is State.WAITING and not self._reserve(intake):
                 break
         return self._take_told()
+
+    def stats(self) -> TransferStats:
+        """Counts of now."""
+        table = self._scheduler.table
+        pages = [
+            (each.state, table.held(each.request.slot))
+            for each in self._intakes.values()
+            if each.request is not None
+        ]
+        return self._stats(
+            self._intakes.values(),
+            self._service.traffic,
+            pages_held=sum(count for _, count in pages),
+            pages_quarantined=sum(count for state, count in pages if state not in RESERVED),
+        )
 
     # ---- the prefill server
 
@@ -176,13 +200,13 @@ class DecodeRole:
         """The connection ``peer`` could not be made, or is gone."""
         for intake in [each for (number, _), each in self._intakes.items() if number == peer]:
             if intake.state in RESERVED:
-                self._tell(intake, reason)
+                self._tell(intake.message, reason)
             if intake.state in HELD:
                 self._enter(intake, State.QUARANTINED)
-                if not self._quarantine:
+                if not self._seconds[State.QUARANTINED]:
                     self._forget(intake)
             else:
-                self._tell(intake, reason)
+                self._tell(intake.message, reason)
                 self._forget(intake)
 
     # ---- transitions
@@ -196,9 +220,10 @@ class DecodeRole:
             case HandOver() if intake.state in RESERVED:
                 self._take_over(intake, message)
             case Ended():
-                self._tell(intake, message.error, refused=message.refused)
+                self._tell(intake.message, message.error, refused=message.refused)
                 self._forget(intake)
             case HandOver():
+                self._tell(intake.message, "the prefill server handed over what it was not asked for")
                 self._forget(intake)
 
     def _reserve(self, intake: _Intake) -> bool:
@@ -209,12 +234,13 @@ class DecodeRole:
         intake.request = request
         table, geometry, slot = self._scheduler.table, self._scheduler.geometry, request.slot
         pages = int(table.pages[slot])
+        intake.held = len(request.path) * geometry.page_size
         self._enter(intake, State.RECEIVING)
         self._service.send(
             intake.peer,
             Reserve(
                 key=intake.key,
-                held=len(request.path) * geometry.page_size,
+                held=intake.held,
                 window_start=geometry.first_visible(request.prompt_len) * geometry.page_size,
                 full=() if table.full is None else tuple(table.full[slot, :pages].tolist()),
                 window=() if table.window is None else tuple(table.window[slot, :pages].tolist()),
@@ -228,11 +254,13 @@ class DecodeRole:
         wanted = request.params.max_tokens > 0
         if message.tokens != request.prompt_len or (message.token is not None) != wanted:
             text = f"{message.tokens} of {request.prompt_len} tokens arrived"
-            self._tell(intake, f"transfer: {text}, or not with the first token that was asked for")
+            self._tell(intake.message, f"transfer: {text}, or not with the first token that was asked for")
             self._forget(intake)
             return
         intake.request = None
         self._forget(intake)
+        self._handed_over += 1
+        self._tokens += request.prompt_len - intake.held
         arrival = Arrival(
             token=message.token,
             logprob=message.logprob,
@@ -245,32 +273,13 @@ class DecodeRole:
     def _end(self, intake: _Intake, error: str | None) -> None:
         """It is over for the client; ``error`` is what it is told, None for nothing."""
         if error is not None:
-            self._tell(intake, error)
+            self._tell(intake.message, error)
         self._by_request.pop(intake.message.request_id, None)
         self._service.send(intake.peer, Cancel(key=intake.key))
         if intake.state in RESERVED:
             self._enter(intake, State.DRAINING)
         else:
             self._forget(intake)
-
-    def _tell(self, intake: _Intake, error: str, *, refused: bool = False) -> None:
-        """Tell the client once."""
-        if self._by_request.pop(intake.message.request_id, None) is not None:
-            self._told.append(failed(intake.message, error, refused=refused))
-
-    def _enter(self, intake: _Intake, state: State) -> None:
-        intake.state, intake.deadline = state, self._now() + self._seconds(state)
-
-    def _seconds(self, state: State) -> float:
-        peer, queue = self._deadlines.peer, self._deadlines.queue
-        return {
-            State.MEETING: peer,
-            State.WAITING: queue,
-            State.RECEIVING: queue + peer,
-            State.FINISHING: 2 * peer,
-            State.DRAINING: peer,
-            State.QUARANTINED: self._quarantine,
-        }[state]
 
     def _forget(self, intake: _Intake) -> None:
         """Drop it; nobody writes to its pages any more."""
@@ -279,7 +288,3 @@ class DecodeRole:
         if intake.request is not None:
             self._scheduler.give_up(intake.request)
             intake.request = None
-
-    def _take_told(self) -> list[TokenDelta]:
-        told, self._told = self._told, []
-        return told

@@ -10,6 +10,7 @@ from functools import partial
 
 import msgspec
 
+from interlock.engine.disaggregation.half import Traffic
 from interlock.engine.disaggregation.stream import Stream, cause
 from interlock.engine.disaggregation.threads import LoopThread, Mailbox
 from interlock.engine.disaggregation.wire import (
@@ -66,6 +67,7 @@ class DecodeLink:
         self._numbers: dict[tuple[str, int], int] = {}
         self._last = 0
         self._peers: dict[int, _Peer] = {}
+        self.traffic = Traffic()
 
     def open(self, ends: Ends) -> None:
         self._ends = ends
@@ -123,6 +125,7 @@ class DecodeLink:
         for stream in peer.streams:
             stream.abort(reason)
         del self._peers[peer.number]
+        self.traffic.peers -= peer.is_open
         _log.info("the connection to the prefill server %s has ended: %s", peer.name, reason)
         self._mailbox.post(partial(self._lost, peer, (host, port), reason))
 
@@ -139,6 +142,7 @@ class DecodeLink:
             other, _, number = address.rpartition(":")
             await self._greet(peer, other or host, int(number))
         peer.is_open = True
+        self.traffic.peers += 1
         for message in peer.early:
             self._send(peer.number, message)
         peer.early.clear()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from interlock.engine.disaggregation.half import Deadlines, Half, Traffic, failed, plain
 from interlock.engine.disaggregation.wire import (
     Cancel,
     Copy,
@@ -35,7 +36,7 @@ from interlock.engine.disaggregation.wire import (
     digest,
     key_of,
 )
-from interlock.engine.messages import AddRequest, TokenDelta
+from interlock.engine.messages import AddRequest, TokenDelta, TransferStats
 from interlock.engine.request import Request
 from interlock.engine.scheduler import Scheduler
 
@@ -53,16 +54,10 @@ class State(Enum):
     FAILED = "pages to be read no more"
 
 
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Seconds: ``peer`` for what the other server does at once, ``queue`` for whatever waits for its turn."""
-
-    peer: float
-    queue: float
-
-
 class CopyService(Protocol):
     """What the prefill half needs of its ranks and peers."""
+
+    traffic: Traffic
 
     def send(self, peer: int, message: Message) -> None:
         """Say something to the decode server ``peer``; lost when it is gone."""
@@ -96,8 +91,10 @@ class _Job:
         return self.message is not None and bool(self.digest)
 
 
-class PrefillRole:
+class PrefillRole(Half[_Job]):
     """The prefill half of every request of one scheduler. One thread; ``now`` is a monotonic clock."""
+
+    role = "prefill"
 
     def __init__(
         self,
@@ -107,15 +104,18 @@ class PrefillRole:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._scheduler = scheduler
+        seconds = {
+            State.MEETING: deadlines.peer,
+            State.MATCHED: deadlines.queue,
+            State.COMPUTING: deadlines.queue,
+            State.SENDING: deadlines.peer,
+            State.FAILED: deadlines.peer,
+        }
+        super().__init__(scheduler, seconds, now)
         self._service = service
-        self._deadlines = deadlines
-        self._now = now
         self._jobs: dict[Key, _Job] = {}
-        self._by_request: dict[str, _Job] = {}
         self._by_copy: dict[int, _Job] = {}
         self._copies = 0
-        self._told: list[TokenDelta] = []
         scheduler.hands_over = True
         scheduler.on_chunk = self._on_chunk
 
@@ -133,7 +133,7 @@ class PrefillRole:
         if message.request_id in self._by_request or (job is not None and job.message is not None):
             return [_refused(message, f"room {key[0]} is already in use; rooms must be unique")]
         if job is None:
-            job = self._jobs[key] = _Job(key, State.MEETING, self._now() + self._deadlines.peer)
+            job = self._meeting(key)
         job.message, job.grammar = message, grammar
         if job.state is State.FAILED:
             self._forget(job)
@@ -167,23 +167,34 @@ class PrefillRole:
                 self._fail(job, each.error or "", refused=each.refused)
             else:
                 job.result = each
-                self._enter(job, State.SENDING, self._deadlines.peer)
+                self._enter(job, State.SENDING)
                 self._say(job, Sending(key=job.key))
                 self._finish_if_quiet(job)
         return passed + self._take_told()
 
     def turn(self) -> list[TokenDelta]:
         """Let deadlines pass; deltas for the front end."""
-        now = self._now()
-        for job in [job for job in self._jobs.values() if job.deadline <= now]:
-            if job.state is State.FAILED:
-                job.deadline = now + self._deadlines.peer
-                if not job.copies:
-                    self._forget(job)
-                continue
-            waited = self._deadlines.queue if job.state in QUEUEING else self._deadlines.peer
-            self._fail(job, f"prefill server: waited {waited:g} s for {job.state.value}")
+        for job in self._overdue(self._jobs.values()):
+            if job.state is not State.FAILED:
+                self._fail(job, self._waited(job))
+            elif job.copies:
+                self._enter(job, State.FAILED)
+            else:
+                self._forget(job)
         return self._take_told()
+
+    def stats(self) -> TransferStats:
+        """Counts of now; ``copies_pending`` are still read from."""
+        table, reading = self._scheduler.table, [job for job in self._jobs.values() if job.copies]
+        pages = {job.key: table.held(job.request.slot) for job in reading if job.request is not None}
+        over = (pages.get(job.key, 0) for job in reading if job.state is State.FAILED)
+        return self._stats(
+            self._jobs.values(),
+            self._service.traffic,
+            pages_held=sum(pages.values()),
+            pages_quarantined=sum(over),
+            copies_pending=len(self._by_copy),
+        )
 
     # ---- the decode server
 
@@ -232,20 +243,24 @@ class PrefillRole:
                 self._service.send(peer, Ended(key=message.key, error="the room is in use", refused=True))
             return
         if job is None:
-            job = _Job(message.key, State.MEETING, self._now() + self._deadlines.peer)
-            self._jobs[message.key] = job
+            job = self._meeting(message.key)
         job.peer, job.digest = peer, message.digest
         if job.state is State.FAILED:
             self._finish_if_quiet(job)
         elif job.message is not None:
             self._meet(job)
 
+    def _meeting(self, key: Key) -> _Job:
+        """A new job of which one half has come."""
+        job = self._jobs[key] = _Job(key, State.MEETING, self._now() + self._seconds[State.MEETING])
+        return job
+
     def _meet(self, job: _Job) -> None:
         assert job.message is not None
         if job.digest != digest(job.message):
             self._fail(job, "the two servers were asked different things in one room", refused=True)
             return
-        self._enter(job, State.MATCHED, self._deadlines.queue)
+        self._enter(job, State.MATCHED)
         self._say(job, Matched(key=job.key))
 
     def _compute(self, job: _Job, reserve: Reserve) -> None:
@@ -260,7 +275,7 @@ class PrefillRole:
             )
             return
         job.reserve, job.sent = reserve, reserve.held
-        self._enter(job, State.COMPUTING, self._deadlines.queue)
+        self._enter(job, State.COMPUTING)
         refused = self._scheduler.add(job.message, grammar=job.grammar)
         if refused:
             self._fail(job, refused[0].error or "", refused=refused[0].refused)
@@ -288,6 +303,7 @@ class PrefillRole:
             target_full=job.reserve.full,
             target_window=job.reserve.window,
         )
+        self._tokens += end - job.sent
         job.sent = end
         job.copies.add(copy.job)
         self._by_copy[copy.job] = job
@@ -302,6 +318,7 @@ class PrefillRole:
             assert job.message is not None
             self._say(job, self._hand_over(job, job.result))
             self._told.append(msgspec.structs.replace(job.result, finish_reason="length", stop_token_id=None))
+            self._handed_over += 1
             self._forget(job)
         elif job.state is State.FAILED:
             self._say(job, Ended(key=job.key, error=job.error, refused=job.refused))
@@ -326,16 +343,12 @@ class PrefillRole:
         """End it here; the decode server hears of it once nothing is read any more."""
         was = job.state
         job.error, job.refused = error, refused
-        self._enter(job, State.FAILED, self._deadlines.peer)
+        self._enter(job, State.FAILED)
         if job.message is not None:
-            if self._by_request.pop(job.message.request_id, None) is not None:
-                self._told.append(failed(job.message, error, refused=refused))
+            self._tell(job.message, error, refused=refused)
             if was is State.COMPUTING:
                 self._scheduler.abort(job.message.request_id)
         self._finish_if_quiet(job)
-
-    def _enter(self, job: _Job, state: State, seconds: float) -> None:
-        job.state, job.deadline = state, self._now() + seconds
 
     def _say(self, job: _Job, message: Message) -> None:
         if job.peer is not None:
@@ -345,25 +358,6 @@ class PrefillRole:
         self._jobs.pop(job.key, None)
         if job.message is not None:
             self._by_request.pop(job.message.request_id, None)
-
-    def _take_told(self) -> list[TokenDelta]:
-        told, self._told = self._told, []
-        return told
-
-
-QUEUEING = frozenset({State.MATCHED, State.COMPUTING})
-
-
-def plain(message: AddRequest, reason: str) -> TokenDelta:
-    return TokenDelta(
-        request_id=message.request_id, finish_reason=reason, prompt_tokens=len(message.token_ids)
-    )
-
-
-def failed(message: AddRequest, error: str, *, refused: bool = False) -> TokenDelta:
-    return msgspec.structs.replace(
-        plain(message, "error"), error=error, refused=refused, peer_failed=not refused
-    )
 
 
 def _refused(message: AddRequest, error: str) -> TokenDelta:

@@ -13,6 +13,7 @@ from functools import partial
 import msgspec
 
 from interlock.engine.disaggregation.copier import Copier
+from interlock.engine.disaggregation.half import Traffic
 from interlock.engine.disaggregation.stream import Stream
 from interlock.engine.disaggregation.threads import LoopThread, Mailbox
 from interlock.engine.disaggregation.wire import (
@@ -42,15 +43,6 @@ class _Orders:
     missing: set[int]
     when_done: Callable[[str], None]
     error: str = ""
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What was copied so far, over all ranks of the replica. Only grows."""
-
-    copies: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +169,7 @@ class PrefillLink:
         self.traffic.copies += kind == "copy"
         self.traffic.nbytes += done.nbytes
         self.traffic.seconds += done.seconds
+        self.traffic.failures += kind == "copy" and bool(done.error)
         if not orders.missing:
             del self._orders[kind, done.job]
             orders.when_done(orders.error)
@@ -229,11 +222,13 @@ class PrefillLink:
             self._close_target(number)
             return
         self._peers[number] = stream
+        self.traffic.peers = len(self._peers)
         stream.send(Welcome(writers=self._settings.layout.attn_tp))
         heard, lost = self._ends.heard, self._ends.lost
         reason = await stream.run(lambda message: self._post(partial(heard, number, message)))
         _log.info("the connection to a decode server has ended: %s", reason)
         del self._peers[number]
+        self.traffic.peers = len(self._peers)
         self._close_target(number)
         self._post(partial(lost, number))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from interlock.engine.messages import AddRequest, TokenDelta
+from interlock.engine.messages import AddRequest, TokenDelta, TransferStats
 from interlock.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ class Role(Protocol):
 
     def turn(self) -> list[TokenDelta]:
         """Once in every turn of the loop: what else there is to tell."""
+
+    def stats(self) -> TransferStats | None:
+        """The part in transfers, if this server has one."""
 
 
 class AggregatedRole:
@@ -55,3 +58,6 @@ class AggregatedRole:
 
     def turn(self) -> list[TokenDelta]:
         return []
+
+    def stats(self) -> TransferStats | None:
+        return None

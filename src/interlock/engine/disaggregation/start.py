@@ -14,7 +14,8 @@ from interlock.engine.disaggregation import decode_link, prefill_link
 from interlock.engine.disaggregation.copier import Copier
 from interlock.engine.disaggregation.decode import DecodeRole
 from interlock.engine.disaggregation.decode_link import DecodeLink
-from interlock.engine.disaggregation.prefill import Deadlines, PrefillRole
+from interlock.engine.disaggregation.half import Deadlines
+from interlock.engine.disaggregation.prefill import PrefillRole
 from interlock.engine.disaggregation.prefill_link import FollowerLink, PrefillLink
 from interlock.engine.disaggregation.role import AggregatedRole, Role
 from interlock.engine.disaggregation.threads import LoopThread, Mailbox
@@ -221,6 +222,7 @@ class _Delivering:
         self.add = role.add
         self.abort = role.abort
         self.collect = role.collect
+        self.stats = role.stats
 
     def turn(self) -> list[TokenDelta]:
         self._mailbox.deliver()

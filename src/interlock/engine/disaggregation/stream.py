@@ -53,7 +53,7 @@ class Stream:
         except TimeoutError:
             return self._reason or f"nothing was heard for {self._silence:g} s"
         except asyncio.IncompleteReadError:
-            return self._reason or "it was closed by the other side"
+            return self._reason or "the other side closed the connection"
         except (OSError, ValueError, msgspec.DecodeError) as error:
             return self._reason or cause(error)
         finally:
