@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
+import zmq
+import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
 from interlock.bench.session import EngineSession, Load
+from interlock.engine.client import Engine
 from interlock.engine.messages import AddRequest, AddRequests, SamplingParams, ToEngine
 from interlock.engine.outbox import MOST_TOKENS, Outbox
 from interlock.launch import plan_launch
@@ -95,3 +100,26 @@ def test_a_list_of_prompts_is_one_full_chunk(tiny: Path) -> None:
                 assert all(len(output) == 1 for output in observed.outputs)
     finally:
         session.close()
+
+
+def test_a_request_waits_for_a_rank_that_is_not_connected_yet(tmp_path: Path) -> None:
+    """A rank's word that it is ready may overtake the connection that requests take."""
+
+    async def run() -> ToEngine:
+        context = zmq.asyncio.Context()
+        address = f"ipc://{tmp_path}/input"
+        push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        push.bind(address)
+        client = SimpleNamespace(_inputs=[push], _encoder=msgspec.msgpack.Encoder())
+        client._outboxes = [Outbox(partial(Engine._send_soon, client, 0))]
+        client._outboxes[0].add(request("early"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        pull.connect(address)
+        try:
+            received = await asyncio.wait_for(pull.recv(), timeout=30)
+            return msgspec.msgpack.decode(received, type=ToEngine)
+        finally:
+            context.destroy(linger=0)
+
+    assert names(asyncio.run(run())) == ["early"]
