@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
-from interlock.engine.messages import PhaseLoad, RankLoad, SchedulerStats
+from interlock.engine.messages import PhaseLoad, RankLoad, SchedulerStats, TransferStats
 from interlock.options import Options
 from interlock.plan.resolve import resolve
 from interlock.server.app import create_app
@@ -290,3 +291,28 @@ def test_screenshots(browser: Any, request: pytest.FixtureRequest) -> None:
     shoot("experts_dark", "experts", scheme="dark")
     shoot("plan", "plan")
     shoot("plan_phone", "plan", width=390, height=780)
+
+
+def test_transfers_are_shown_where_there_are_any(open_page: Open, tokenizer: Tokenizer, url: str) -> None:
+    page = ready(open_page(url))
+    page.get_by_role("tab", name="Load").click()
+    page.locator("#replicas tbody tr").first.wait_for()
+    assert page.locator("#transfers").is_hidden()
+    engine = planned_engine()
+    transfer = TransferStats(
+        role="prefill",
+        states={"sending": 2},
+        peers=1,
+        pages_held=30,
+        pages_quarantined=4,
+        bytes_total=3 * 10**9,
+        seconds_total=1.5,
+    )
+    engine.extra_stats = msgspec.structs.replace(engine.extra_stats, transfer=transfer)
+    with live_server(create_app(engine, tokenizer, ServerSettings(model_names=("tiny",)))) as address:
+        page = ready(open_page(address))
+        page.get_by_role("tab", name="Load").click()
+        row = page.locator("#transfers tbody tr")
+        row.wait_for()
+        assert row.locator("td").all_inner_texts()[1:5] == ["1", "2 sending", "30, 4 of ended requests", "0"]
+        assert row.locator("td").last.inner_text() == "2000"

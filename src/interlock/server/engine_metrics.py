@@ -20,6 +20,7 @@ from interlock.engine.client_protocol import EngineClient
 from interlock.engine.load_history import RankWindow
 from interlock.engine.messages import RankLoad, SchedulerStats
 from interlock.server.load_view import balancedness, expert_imbalance, rank_rows
+from interlock.server.transfer_metrics import TRANSFER_METRIC_NAMES, transfer_metrics
 
 _log = logging.getLogger("interlock.server")
 
@@ -81,6 +82,7 @@ ENGINE_METRIC_NAMES: Final = frozenset(
         *_GAUGES,
         *_PAGES,
         *_COUNTERS,
+        *TRANSFER_METRIC_NAMES,
         "interlock:engine_healthy",
         "interlock:plan_info",
         "interlock:cache_config_info",
@@ -119,6 +121,7 @@ class EngineCollector(Collector):
             _log.exception("metrics: the engine's counters are not available")
             stats, healthy = (), False
         yield from self._schedulers(stats)
+        yield from transfer_metrics(self._model_name, stats)
         yield self._gauge("interlock:engine_healthy", "1 while the engine is healthy.", float(healthy))
         yield self._gauge(
             "interlock:plan_info", "Always 1; labels name the launch plan.", 1.0, digest=self._digest

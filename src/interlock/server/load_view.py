@@ -6,10 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from interlock.engine.client_protocol import EngineClient
 from interlock.engine.load_history import WINDOW_SECONDS, Counts, PhaseWindow, RankWindow
+from interlock.engine.messages import TransferStats
 
 
 def expert_rows(windows: Sequence[RankWindow]) -> tuple[tuple[int, ...], Counts]:
@@ -70,6 +72,7 @@ def load_json(engine: EngineClient, live: int) -> dict[str, Any]:
     ]
     return {
         "server_load": live,
+        "role": engine.plan.disaggregation_mode,
         "running": sum(s.running for s in stats),
         "waiting": sum(s.waiting for s in stats),
         "kv_usage": round(points[-1].kv_usage, 4) if points else 0.0,
@@ -87,11 +90,17 @@ def load_json(engine: EngineClient, live: int) -> dict[str, Any]:
                     "full": _pages(s.full_pages, s.full_pages_free, s.full_pages_cached),
                     "window": _pages(s.window_pages, s.window_pages_free, s.window_pages_cached),
                 },
+                "transfer": None if s.transfer is None else _transfer(s.transfer),
             }
             for s in stats
         ],
         "series": series,
     }
+
+
+def _transfer(transfer: TransferStats) -> dict[str, Any]:
+    shown: dict[str, Any] = msgspec.structs.asdict(transfer)
+    return shown | {"seconds_total": round(transfer.seconds_total, 6)}
 
 
 def experts_json(engine: EngineClient) -> dict[str, Any]:

@@ -19,6 +19,21 @@ export function showLoad(load) {
   chart($("chart-requests"), [values(load.series, "running"), values(load.series, "waiting")], { least: 4 });
   chart($("chart-kv"), [values(load.series, "kv_usage")], { share: true });
   $("replicas").tBodies[0].replaceChildren(...load.replicas.map(row));
+  const moving = load.replicas.filter((replica) => replica.transfer);
+  $("transfers").hidden = !moving.length;
+  $("transfers-role").textContent = load.role;
+  $("transfers").querySelector("tbody").replaceChildren(...moving.map(transferRow));
+}
+
+function transferRow({ replica, transfer }) {
+  const states = Object.entries(transfer.states).map(([state, count]) => `${count} ${state}`);
+  const rate = transfer.seconds_total ? number(transfer.bytes_total / transfer.seconds_total / 1e6) : "–";
+  const held = `${number(transfer.pages_held)}, ${number(transfer.pages_quarantined)} of ended requests`;
+  return make(
+    "tr", "", cell(replica), cell(transfer.peers, "n"), cell(states.join(", ") || "none"), cell(held, "n"),
+    cell(number(transfer.handed_over_total), "n"), cell(number(transfer.failed_total), "n"),
+    cell(number(transfer.tokens_total), "n"), cell(transfer.copies_pending, "n"), cell(rate, "n"),
+  );
 }
 
 function row(replica) {
