@@ -21,7 +21,6 @@ class TorchGroup:
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         self.global_ranks = tuple(dist.get_process_group_ranks(process_group))
-        self._has_nccl = "nccl" in str(dist.get_backend_config(process_group))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(tensor, group=self.process_group)
@@ -49,5 +48,6 @@ class TorchGroup:
 
     def barrier(self) -> None:
         # Without a device NCCL guesses one from the rank, which is wrong where ranks share GPUs.
-        devices = [torch.cuda.current_device()] if self._has_nccl else None
+        has_nccl = "nccl" in str(dist.get_backend_config(self.process_group))
+        devices = [torch.cuda.current_device()] if has_nccl else None
         dist.barrier(group=self.process_group, device_ids=devices)
