@@ -1,10 +1,12 @@
 """What separate prefill and decode servers are worth (what the transfer delivers: ``kv_transfer.py``).
 
-    python benchmarks/pd.py itl [--model tiny-random] [--seconds 20]
+    python benchmarks/pd.py itl [--model tiny-random] [--seconds 12] [--pin] [--repeats 3] [--out FILE]
 
 ``itl``: inter-token latency of running answers on an idle system, and while long prompts arrive, on one
-server that does both phases and on a pair. Both are given in the same run; every server has ``--threads``
-threads, so where there are fewer cores than servers the pair pays for it.
+server that does both phases and on a pair, in the same run; idle and loaded times alternate, so that what
+else the machine does falls on both. Every server has ``--threads`` threads, so where there are fewer cores
+than servers the pair pays for it. ``--pin`` gives the prefill server core 0, and the decode server and the
+clients core 1; the one server has both cores, and is measured a second time with a thread on each.
 """
 
 from __future__ import annotations
@@ -12,15 +14,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import time
+from pathlib import Path
 
 from interlock.engine.client import Engine
 from interlock.engine.endpoints import free_ports
 from interlock.engine.messages import AddRequest, Meeting, SamplingParams
 from interlock.launch import plan_launch
 from interlock.options import Options
+
+CORES = os.sched_getaffinity(0)
+ROUNDS = 4
+SETTLE_SECONDS = 0.5
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -65,10 +73,10 @@ class System:
             await engine.close()
 
 
-async def start(args: argparse.Namespace, *, pair: bool) -> System:
+async def start(args: argparse.Namespace, *, pair: bool, threads: int) -> System:
     (port,) = free_ports("127.0.0.1", 1)
     base = {
-        "threads": args.threads,
+        "threads": threads,
         "device": "cpu",
         "max_model_len": args.prompt + 2048,
         "kv_memory": args.kv_memory,
@@ -80,8 +88,20 @@ async def start(args: argparse.Namespace, *, pair: bool) -> System:
             {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": port},
             {"disaggregation_mode": "decode"},
         ]
+    pin(os.getpid(), CORES)
     engines = [await Engine.start(plan_launch(args.model, Options.of(**base, **role))) for role in roles]
+    if args.pin and pair:
+        for core, engine in enumerate(engines):
+            for process in engine.process_ids().values():
+                pin(process, {core})
+        pin(os.getpid(), {1})
     return System(engines, port)
+
+
+def pin(process: int, cores: set[int]) -> None:
+    """Every thread of a process; those that it starts later follow."""
+    for thread in os.listdir(f"/proc/{process}/task"):
+        os.sched_setaffinity(int(thread), cores)
 
 
 def prompt_of(length: int, salt: int) -> tuple[int, ...]:
@@ -97,16 +117,20 @@ async def measure(args: argparse.Namespace, system: System) -> dict[str, float |
         asyncio.create_task(system.stream(prompt_of(16, 100 + i), args.tokens, gaps))
         for i in range(args.running)
     ]
-    await asyncio.sleep(1)
-    gaps.clear()
-    await asyncio.sleep(args.seconds)
-    idle = list(gaps)
-    gaps.clear()
-    end, prompts = time.perf_counter() + args.seconds, 0
-    while time.perf_counter() < end and not all(task.done() for task in decodes):
-        await system.stream(prompt_of(args.prompt, prompts), 1, None)
-        prompts += 1
-    loaded = list(gaps)
+    idle: list[float] = []
+    loaded: list[float] = []
+    prompts = 0
+    for _ in range(ROUNDS):
+        await asyncio.sleep(SETTLE_SECONDS)
+        gaps.clear()
+        await asyncio.sleep(args.seconds / ROUNDS)
+        idle += gaps
+        gaps.clear()
+        end = time.perf_counter() + args.seconds / ROUNDS
+        while time.perf_counter() < end:
+            await system.stream(prompt_of(args.prompt, prompts), 1, None)
+            prompts += 1
+        loaded += gaps
     if any(task.done() for task in decodes):
         raise SystemExit("the answers ended during the measurement: raise --tokens or lower --seconds")
     for task in decodes:
@@ -124,14 +148,24 @@ async def measure(args: argparse.Namespace, system: System) -> dict[str, float |
 
 
 async def itl(args: argparse.Namespace) -> None:
-    results = {}
-    for name, pair in (("aggregated", False), ("pair", True)):
-        system = await start(args, pair=pair)
-        try:
-            results[name] = await measure(args, system)
-        finally:
-            await system.close()
-        print(json.dumps({name: {k: round(v, 3) for k, v in results[name].items()}}), flush=True)
+    arms = [("aggregated", False, args.threads), ("pair", True, args.threads)]
+    if args.pin:
+        arms.insert(1, ("aggregated, 2 threads", False, 2))
+    found: list[dict[str, dict[str, float | int]]] = []
+    for _ in range(args.repeats):
+        found.append({})
+        for name, pair, threads in arms:
+            system = await start(args, pair=pair, threads=threads)
+            try:
+                measured = await measure(args, system)
+            finally:
+                await system.close()
+            found[-1][name] = {key: round(value, 3) for key, value in measured.items()}
+            print(json.dumps({name: found[-1][name]}), flush=True)
+    if args.out:
+        asked = {name: value for name, value in vars(args).items() if name not in ("run", "out")}
+        record = {"asked": asked, "cores": len(CORES), "load": os.getloadavg(), "runs": found}
+        Path(args.out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -140,11 +174,14 @@ def main() -> None:
     first = verbs.add_parser("itl")
     first.add_argument("--model", default="tiny-random")
     first.add_argument("--threads", type=int, default=1)
-    first.add_argument("--seconds", type=float, default=15)
+    first.add_argument("--seconds", type=float, default=12, help="of each kind")
     first.add_argument("--prompt", type=int, default=2000, help="tokens of each arriving prompt")
     first.add_argument("--tokens", type=int, default=2000, help="longest running answer")
     first.add_argument("--running", type=int, default=4)
     first.add_argument("--kv-memory", default="256MiB")
+    first.add_argument("--pin", action="store_true", help="one core for each server of the pair")
+    first.add_argument("--repeats", type=int, default=1)
+    first.add_argument("--out", default="", help="file for the figures")
     first.set_defaults(run=lambda args: asyncio.run(itl(args)))
     args = parser.parse_args()
     args.run(args)
