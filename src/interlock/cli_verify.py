@@ -55,6 +55,10 @@ def verify(
     tolerance: Annotated[
         float | None, typer.Option(help="Log-probabilities this near are rounding; default: by dtype.", min=0)
     ] = None,
+    ranks_per_gpu: Annotated[
+        int | None,
+        typer.Option(help="Rehearsal: ranks that share a GPU, in both engines unless they say.", min=1),
+    ] = None,
     record: Annotated[bool, typer.Option(help="Keep the evidence in your ledger.")] = True,
 ) -> int:
     """Compare two engines on the same text, token by token, and find the cause where they differ.
@@ -71,13 +75,21 @@ def verify(
     try:
         return _verify(
             _Request(
-                model, candidate, control, control_url, control_model, prompts, out, tokens, alternatives,
-                tolerance, record,
+                model, _sharing(candidate, ranks_per_gpu),
+                None if control is None else _sharing(control, ranks_per_gpu),
+                control_url, control_model, prompts, out, tokens, alternatives, tolerance, record,
             )
         )  # fmt: skip
     except InterlockError as error:
         print(f"interlock: could not run: {error}", file=sys.stderr)
         return 2
+
+
+def _sharing(options: str, ranks_per_gpu: int | None) -> str:
+    """``options`` of an engine with the rehearsal that was asked for, unless they set one."""
+    if ranks_per_gpu is None or "--ranks-per-gpu" in options:
+        return options
+    return f"{options} --ranks-per-gpu {ranks_per_gpu}".strip()
 
 
 @dataclass(frozen=True, slots=True)
