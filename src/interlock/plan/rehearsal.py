@@ -27,6 +27,7 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 """What a rank that shares its GPU needs before torch and NCCL are loaded."""
 REHEARSAL: Final = "rehearsal: "
