@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from interlock.engine.client import Engine
@@ -185,8 +186,55 @@ def test_one_rank_each(tiny: Path) -> None:
             _, answer = await each.ask(tuple(range(8, 40)), sampling, grammar=spec)
             same(due, answer, sampling)
             assert len(answer.tokens) > 3
+            await first_tokens_that_end(each)
+            await told_by_transfers(each)
 
     asyncio.run(check())
+
+
+async def first_tokens_that_end(each: Pair) -> None:
+    """The first token is the prefill server's to draw, and the decode server's to judge."""
+    prompt = tuple(range(8, 57))
+    plain = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=0)
+    stop = (await each.expect(prompt, plain)).tokens[0]
+    await compare(
+        each,
+        [
+            (prompt, msgspec.structs.replace(plain, **changes))
+            for changes in (
+                {"stop_token_ids": (stop,)},
+                {"stop_token_ids": (stop,), "min_tokens": 2},
+                {"max_tokens": 1},
+                {"max_tokens": 0},
+                {"max_tokens": 0, "prompt_logprobs": None},
+                {"logit_bias": {stop: -100.0}},
+            )
+        ],
+    )
+    sampling = SamplingParams(max_tokens=6, temperature=1, seed=1)
+    spec = GrammarSpec(kind="regex", text="[a-z]")
+    due = await each.expect(prompt, sampling, grammar=spec)
+    _, answer = await each.ask(prompt, sampling, grammar=spec)
+    same(due, answer, sampling)
+    assert answer.last is not None
+    assert answer.last.finish_reason == "stop"
+
+
+async def told_by_transfers(each: Pair) -> None:
+    """What both sides count agrees, and nothing is left."""
+    await each.quiet()
+    (prefill,), (decode,) = ([s.transfer for s in engine.stats()] for engine in (each.prefill, each.decode))
+    assert (prefill.role, decode.role) == ("prefill", "decode")
+    assert prefill.peers == decode.peers == 1
+    assert prefill.handed_over_total == decode.handed_over_total > 30
+    assert prefill.failed_total == decode.failed_total == 0
+    assert prefill.tokens_total == decode.tokens_total > 0
+    assert prefill.copies_total > 0
+    assert prefill.bytes_total > prefill.tokens_total
+    assert prefill.seconds_total > 0
+    for each_side in (prefill, decode):
+        assert each_side.states == {}
+        assert each_side.pages_held == each_side.pages_quarantined == each_side.copies_pending == 0
 
 
 @pytest.mark.parametrize(

@@ -426,7 +426,7 @@ def test_a_lost_connection_quarantines_pages_for_a_while() -> None:
 
 
 def test_each_half_tells_what_its_transfers_hold() -> None:
-    """Case H05, its metric: pages of a request that is over are counted until nothing reads or writes them."""
+    """Case H05, its metric: pages of a request that is over count until nothing reads or writes them."""
     pair = Pair(quarantine=2.0)
     name = pair.add(prompt_of(30), max_tokens=4, **LONG)
     pair.network.stalled = True
@@ -475,3 +475,55 @@ def test_a_hand_over_at_the_wrong_time_is_an_error() -> None:
     assert "not asked for" in (failure(pair, message.request_id).error or "")
     pair.run()
     serves(pair)
+
+
+@pytest.mark.parametrize("where", [*PREFILL_STATES, *DECODE_STATES])
+def test_every_state_has_a_deadline(where: str) -> None:
+    """Nothing moves any more but the clocks: whoever is in this state tells its client in time, and says for
+    what it waited."""
+    pair = Pair(decode={"max_running_requests": 1}, deadlines=Deadlines(peer=5.0, queue=11.0), seed=3)
+    if where == "d:WAITING":
+        pair.add(prompt_of(30, salt=3), max_tokens=50, **LONG)
+        pair.talk()
+        pair.tick()
+    name = pair.add(prompt_of(70), max_tokens=6, **LONG)
+    pair.network.stalled = where in ("p:SENDING", "d:FINISHING")
+    paused(pair, name, where)
+    role = pair.p if where[0] == "p" else pair.d
+    entries = pair.p._jobs if where[0] == "p" else pair.d._intakes
+    (entry,) = (each for each in entries.values() if each.message and each.message.request_id == name)
+    due, waited = entry.deadline, entry.state.value
+    assert due - pair.time <= 16.0
+    pair.time = due - 0.01
+    assert name not in {delta.request_id for delta in role.turn()}
+    pair.time = due + 0.01
+    (last,) = (delta for delta in role.turn() if delta.request_id == name)
+    assert last.peer_failed
+    assert waited in (last.error or "")
+
+
+def test_a_key_is_handed_over_at_most_once_and_never_after_its_end() -> None:
+    pair = Pair(decode={"max_running_requests": 3}, seed=11)
+    last: dict[Any, list[str]] = {}
+    send = pair.p._service.send
+
+    def spy(peer: int, message: Message) -> None:
+        if isinstance(message, HandOver | Ended):
+            last.setdefault(message.key, []).append(type(message).__name__)
+        send(peer, message)
+
+    pair.p._service.send = spy  # type: ignore[method-assign]
+    rng = random.Random(11)
+    names = [pair.add(prompt_of(rng.randint(1, 90), salt=i), max_tokens=5, **LONG) for i in range(40)]
+    for name in rng.sample(names, 20):
+        pair.talk(3)
+        pair.move(1)
+        pair.tick()
+        half = rng.choice([pair.decode, pair.prefill])
+        if half.streams[name].finish is None:
+            (pair.abort_decode if half is pair.decode else pair.abort_prefill)(name)
+    pair.run(2000)
+    assert len(last) == len(names)
+    for said in last.values():
+        assert said.count("HandOver") <= 1
+        assert "HandOver" not in said[1:]
