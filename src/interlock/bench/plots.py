@@ -24,6 +24,9 @@ AXES: Final = {
 }
 
 
+PART_LINES: Final = {"both": "-", "dispatch": "--", "combine": ":", "graph": "-."}
+
+
 def require_matplotlib() -> None:
     """Refuse before anything is measured.
 
@@ -69,7 +72,8 @@ def _lines(evidence: Evidence, axes: Any) -> bool:
             low = [m.value - min(m.samples or (m.value,)) for m in line]
             high = [max(m.samples or (m.value,)) - m.value for m in line]
             x, y = [_x(m, key) for m in line], [m.value for m in line]
-            axes.errorbar(x, y, yerr=[low, high], marker="o", capsize=3, label=label)
+            style = _style(line[0], [m.arm for m in points])
+            axes.errorbar(x, y, yerr=[low, high], marker="o", capsize=3, label=label, **style)
             roofline = [m.conditions.get("roofline_us") for m in line]
             if name == "moe_experts" and None not in roofline:
                 axes.plot(x, roofline, linestyle=":", color="grey", linewidth=1)
@@ -83,9 +87,21 @@ def _lines(evidence: Evidence, axes: Any) -> bool:
             axes.set_ylim(bottom=0)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        axes.legend(fontsize=8)
+        if name == "a2a":
+            axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+        else:
+            axes.legend(fontsize=8)
         return True
     return False
+
+
+def _style(measurement: Measurement, arms: Sequence[str]) -> dict[str, str]:
+    """Parts of one arm share its colour and differ by their lines."""
+    part = measurement.conditions.get("part")
+    if part is None:
+        return {}
+    index = list(dict.fromkeys(arms)).index(measurement.arm)
+    return {"color": f"C{index % 10}", "linestyle": PART_LINES.get(str(part), "-")}
 
 
 def _label(measurement: Measurement) -> str:
