@@ -12,7 +12,7 @@ from interlock.option_docs import options_markdown
 from interlock.option_kinds import AUTO, Kind, Secret
 from interlock.option_sources import gather, unknown_flag
 from interlock.options import OPTIONS, Options
-from interlock.plan.facts import TRACING_PACKAGES
+from interlock.plan.facts import TRACING_PACKAGES, MachineFacts
 from interlock.plan.launch_plan import LaunchPlan, Source
 from interlock.plan.resolve import resolve
 from tests.plan.machines import gpu_machine, machine, mimo_card, mimo_pro_card, tiny_card
@@ -41,6 +41,7 @@ FROZEN = [
     "dist_init",
     "stall_timeout",
     "moe_a2a_backend",
+    "deepep_v2_mode",
     "moe_runner_backend",
     "moe_prefill_capacity",
     "moe_decode_capacity",
@@ -110,6 +111,7 @@ CHANGED: dict[str, tuple[str, dict[str, object]]] = {
     "dist_init": ("10.0.0.1:29500", {}),
     "stall_timeout": ("5", {}),
     "moe_a2a_backend": ("collective", {}),
+    "deepep_v2_mode": ("hybrid", {"tp_size": 2, "moe_a2a_backend": "deepep_v2"}),
     "moe_runner_backend": ("torch", {}),
     "moe_prefill_capacity": ("700", {}),
     "moe_decode_capacity": ("100", {}),
@@ -145,6 +147,13 @@ CHANGED: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+def deepep_machine() -> MachineFacts:
+    """Two GPUs without RDMA, with DeepEP as it must be installed there."""
+    facts = gpu_machine(gpus=2)
+    packages = {**facts.packages, "deep_ep": "2.1.0+local"}
+    return msgspec.structs.replace(facts, packages=packages, environment={"EP_DISABLE_GIN": "1"})
+
+
 ON_A_GPU = {"quantization", "cuda_graph_max_batch", "overlap_schedule", "ranks_per_gpu"}
 """Options that change a plan on a GPU only."""
 ONE_CHOICE = {"device", "disaggregation_transfer_backend"}
@@ -172,6 +181,8 @@ def test_every_option_reaches_its_plan_item(name: str) -> None:
     facts = machine(memory_total=4 << 40, memory_available=4 << 40) if name == "qkv_layout" else machine()
     if name in ON_A_GPU:
         card, facts = mimo_card(num_hidden_layers=2, n_routed_experts=16), gpu_machine(gpus=1)
+    if name == "deepep_v2_mode":
+        card, facts = mimo_card(num_hidden_layers=2, n_routed_experts=16), deepep_machine()
     facts = msgspec.structs.replace(
         facts, packages={**facts.packages, **dict.fromkeys(TRACING_PACKAGES, "1")}
     )

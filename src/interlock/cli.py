@@ -259,9 +259,11 @@ def _facts(path: str | None) -> MachineFacts:
     if path is not None:
         return load_facts(path)
     declared = Declarations.registered()
-    packages, libraries = declared.packages(), declared.libraries()
     return probe(
-        packages=packages, libraries=libraries, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")
+        packages=declared.packages(),
+        libraries=declared.libraries(),
+        variables=declared.variables(),
+        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
 
 

@@ -24,5 +24,7 @@ def plan_launch(model: str, options: Options, facts: MachineFacts | None = None)
     folder = shape_folder(model) or resolve_model(model, source=options.text("demo_source"))
     refuse_weights_of_shape(model, options)
     declared = Declarations.registered()
-    facts = facts or probe(packages=declared.packages(), libraries=declared.libraries())
+    facts = facts or probe(
+        packages=declared.packages(), libraries=declared.libraries(), variables=declared.variables()
+    )
     return resolve(options, read_model_card(folder), facts, model_path=folder, declared=declared)

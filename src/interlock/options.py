@@ -167,6 +167,10 @@ _DEFINITIONS: Final = (
         help="how tokens reach the ranks that hold their experts", peers=("all2all-backend", "a2a-backend"),
     ),
     Option(
+        "deepep_v2_mode", Kind.CHOICE, AUTO, EXPERTS, items=("moe_a2a_mode",), choices=("direct", "hybrid"),
+        help="how deepep_v2 reaches ranks: direct on one machine, hybrid (NVLink, then RDMA) on any number",
+    ),
+    Option(
         "moe_runner_backend", Kind.CHOICE, AUTO, EXPERTS, items=("moe_runner_backend",),
         choices=_runner_names, broken=_broken_runners,
         help="what computes the experts", peers=("moe-backend",),

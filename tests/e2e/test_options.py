@@ -342,6 +342,10 @@ PROOFS: Final[Mapping[str, Proof]] = MappingProxyType(
             *("tiny-random", "--tp-size", "2", "--device", "cpu", "--ranks-per-gpu", "2"),
             words="--ranks-per-gpu 2: ranks share GPUs, and with --device cpu there is none",
         ),
+        "deepep_v2_mode": refused(
+            *("tiny-random", "--deepep-v2-mode", "hybrid"),
+            words="--deepep-v2-mode hybrid: belongs to --moe-a2a-backend deepep_v2, and none is used",
+        ),
         "node_rank": prove_node_rank,
         "dist_init": prove_dist_init,
         "stall_timeout": receipt("one", "stall_timeout", 33),

@@ -24,7 +24,7 @@ def combinations(groups: Groups) -> list[dict[str, Any]]:
     """Every backend and layout that this world allows, with both runners."""
     plans = []
     for backend in a2a_backends().entries.values():
-        if backend.requires_full_ep and groups.ep.size != groups.world.size:
+        if "cpu" not in backend.devices or (backend.requires_full_ep and groups.ep.size != groups.world.size):
             continue
         for layout in sorted(backend.layouts[Phase.DECODE]):
             for runner in ("torch", "cpu"):

@@ -61,6 +61,10 @@ def test_whole_table_is_planned_or_refused_with_both_names(a2a: str, runner: str
     )
     options = Options.of(model="m", tp_size=2, moe_a2a_backend=a2a, moe_runner_backend=runner)
     declared = REGISTERED.runners[runner]
+    if "cpu" not in REGISTERED.a2a[a2a].devices:
+        with pytest.raises(Refusal, match=f"--moe-a2a-backend {a2a}: .*not on cpu"):
+            resolve(options, card, machine())
+        return
     if "cpu" not in declared.devices or weight_format not in declared.weight_formats:
         with pytest.raises(Refusal) as caught:
             resolve(options, card, machine())
@@ -208,7 +212,7 @@ def test_matrix_covers_every_combination_with_a_reason_where_it_is_not_ready() -
     assert len(cells) == len(REGISTERED.a2a) * len(REGISTERED.runners) * 3 * len(Phase)
     for cell in cells:
         runner = REGISTERED.runners[cell.runner]
-        runs_here = "cpu" in runner.devices
+        runs_here = "cpu" in runner.devices & REGISTERED.a2a[cell.a2a].devices
         loads = cell.weight_format in runner.weight_formats
         assert (cell.problem is None and cell.layout is not None) == (runs_here and loads)
         assert runs_here or "not on cpu" in str(cell.problem)

@@ -74,6 +74,8 @@ def build_moe_context(plan: LaunchPlan, groups: Groups, kernels: Kernels, device
         alignment=runner.alignment,
         deterministic=plan.deterministic,
         timeout=plan.stall_timeout,
+        nodes=plan.nnodes,
+        mode=plan.moe_a2a_mode,
     )
     dispatcher: Dispatcher = load_symbol(backend.dispatcher)(spec)
     return MoEContext(

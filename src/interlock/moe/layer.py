@@ -67,6 +67,7 @@ class MoEContext:
         runners = {layer.runner_name for layer in self.layers}
         return {
             "moe_a2a_backend": receipt.name,
+            "moe_a2a_mode": receipt.mode,
             "moe_runner_backend": ", ".join(sorted(runners)),
             "moe_layout_prefill": receipt.layouts.get(Phase.PREFILL),
             "moe_layout_decode": receipt.layouts.get(Phase.DECODE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from interlock.moe.terms import Phase
@@ -13,21 +14,39 @@ if TYPE_CHECKING:
     from interlock.moe.a2a.base import A2ABackend
 
 
-def buffer_bytes(
-    backend: A2ABackend, card: ModelCard, experts: Experts, limits: Limits, sources: int, dtype_bytes: int
-) -> int:
-    """What one rank reserves; 0 in a model without experts.
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Who exchanges rows with a rank, and how.
 
-    ``sources``: ranks whose distinct tokens reach this one: its EP group, or the attention replicas where
-    nothing is exchanged and every rank of a replica holds the same tokens.
+    Attributes:
+        sources: ranks whose distinct tokens reach it: its EP group, or the attention replicas where nothing
+            is exchanged and every rank of a replica holds the same tokens.
+        nodes: machines that they are spread over. mode: of the backend.
+        alignment: that the runner wants of expert segments.
     """
+
+    sources: int
+    nodes: int = 1
+    mode: str = ""
+    alignment: int = 1
+
+
+def buffer_bytes(
+    backend: A2ABackend,
+    card: ModelCard,
+    experts: Experts,
+    limits: Limits,
+    exchange: Exchange,
+    dtype_bytes: int,
+) -> int:
+    """What one rank reserves; 0 in a model without experts."""
     from interlock.moe.a2a.base import BufferShape
 
     if card.experts is None:
         return 0
     row = card.hidden_size * dtype_bytes
     shape = BufferShape(
-        ranks=sources,
+        ranks=exchange.sources,
         num_experts=card.experts.num_experts,
         top_k=card.experts.top_k,
         hidden_size=card.hidden_size,
@@ -42,5 +61,8 @@ def buffer_bytes(
             Phase.PREFILL: experts.layout_prefill.value,
             Phase.DECODE: experts.layout_decode.value,
         },
+        alignment=exchange.alignment,
+        nodes=exchange.nodes,
+        mode=exchange.mode,
     )
     return backend.buffer_bytes(shape)

@@ -46,6 +46,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "Experts": (
         "moe_a2a_backend",
+        "moe_a2a_mode",
         "moe_runner_backend",
         "moe_layout_prefill",
         "moe_layout_decode",

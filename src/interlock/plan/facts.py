@@ -21,6 +21,7 @@ CORE_PACKAGES: Final = ("torch", "numpy", "safetensors", "tokenizers", "pyzmq", 
 TRACING_PACKAGES: Final = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 COMPILERS: Final = ("c++", "g++", "clang++")
 SHM: Final = Path("/dev/shm")
+RDMA: Final = Path("/sys/class/infiniband")
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +45,8 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
         libraries: what loading each system library that was asked for gave, "" where it can be loaded.
         native_kernels_problem: why the native CPU kernels cannot be used, or None.
         nccl: NCCL libraries, those that a process would rather load first.
+        environment: values of the variables that were asked for and are set, which other packages read.
+        rdma_devices: names of network devices with RDMA.
     """
 
     os: str
@@ -58,16 +61,23 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     native_kernels_problem: str | None = None
     libraries: Mapping[str, str] = {}
     nccl: tuple[NcclLibrary, ...] = ()
+    environment: Mapping[str, str] = {}
+    rdma_devices: tuple[str, ...] = ()
 
 
 def probe(
-    *, packages: Iterable[str] = (), libraries: Iterable[str] = (), visible_devices: str | None = None
+    *,
+    packages: Iterable[str] = (),
+    libraries: Iterable[str] = (),
+    variables: Iterable[str] = (),
+    visible_devices: str | None = None,
 ) -> MachineFacts:
     """Facts of this machine.
 
     Args:
         packages: distribution names to look up beside the core ones.
         libraries: file names of shared libraries to try.
+        variables: environment variables that packages read.
         visible_devices: value of ``CUDA_VISIBLE_DEVICES``, or None.
     """
     from interlock.kernels.availability import native_cpu_unavailable
@@ -87,7 +97,16 @@ def probe(
         native_kernels_problem=native_cpu_unavailable(),
         libraries={name: _loading(name) for name in sorted(libraries)},
         nccl=nccl_libraries(),
+        environment={name: os.environ[name] for name in sorted(variables) if name in os.environ},
+        rdma_devices=_entries(RDMA),
     )
+
+
+def _entries(folder: Path) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(entry.name for entry in folder.iterdir()))
+    except OSError:
+        return ()
 
 
 def _loading(library: str) -> str:

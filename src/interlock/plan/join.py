@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from interlock.kernels.availability import capability_of
 from interlock.kv.transfer.base import TransferBackend
+from interlock.moe.a2a.base import routing_problem
 from interlock.moe.terms import Layout, Phase
 from interlock.plan.facts import MachineFacts
 
@@ -46,7 +47,12 @@ class Declarations:
         requirements = [text for backend in self.a2a.values() for text in backend.packages]
         requirements += [text for runner in self.runners.values() for text in runner.packages]
         requirements += [text for transfer in self.transfers.values() for text in transfer.packages]
-        return {requirement_name(text) for text in requirements}
+        looked_at = {name for backend in self.a2a.values() for name in backend.distributions}
+        return {requirement_name(text) for text in requirements} | looked_at
+
+    def variables(self) -> set[str]:
+        """Environment variables that any declaration looks at."""
+        return {name for backend in self.a2a.values() for name in backend.variables}
 
     def libraries(self) -> set[str]:
         """System libraries that any declaration needs."""
@@ -61,7 +67,7 @@ class Situation:
         weight_format: what weights are offered in: the checkpoint's, or fp8 blocks made while loading.
         weight_block: of the checkpoint's fp8 blocks.
         quantization: "fp8" wants experts held as fp8 blocks, "none" wants none; None leaves it to the runner.
-        ep_size: None where the size is not decided yet.
+        ep_size: None where the size is not decided yet. num_experts, top_k: None for any model.
     """
 
     device: str
@@ -73,6 +79,8 @@ class Situation:
     deterministic: bool
     facts: MachineFacts
     ep_size: int | None = None
+    num_experts: int | None = None
+    top_k: int | None = None
     quantization: str | None = None
     weight_block: tuple[int, int] = (128, 128)
 
@@ -99,9 +107,16 @@ def a2a_problem(backend: A2ABackend, here: Situation) -> str | None:
         return f"needs at least {backend.min_ranks} expert-parallel ranks, not {here.ep_size}"
     if here.ep_size is not None and backend.max_ranks is not None and here.ep_size > backend.max_ranks:
         return f"works with at most {backend.max_ranks} expert-parallel ranks, not {here.ep_size}"
+    if here.ep_size is not None and here.num_experts is not None and here.top_k is not None:
+        problem = routing_problem(backend, here.ep_size, here.num_experts, here.top_k)
+        if problem is not None:
+            return problem
     if backend.native and here.facts.native_kernels_problem:
         return f"needs the compiled CPU library: {here.facts.native_kernels_problem}"
-    return package_problem(backend.packages, here.facts)
+    problem = capability_problem(backend, here)
+    if problem is None and backend.check is not None:
+        problem = backend.check(here)
+    return problem or package_problem(backend.packages, here.facts)
 
 
 def runner_problem(runner: ExpertRunner, here: Situation) -> str | None:
@@ -132,11 +147,11 @@ def runner_problem(runner: ExpertRunner, here: Situation) -> str | None:
     return package_problem(runner.packages, here.facts) or runner.missing or None
 
 
-def capability_problem(runner: ExpertRunner, here: Situation) -> str | None:
-    """Why the GPUs of this machine are too old or too new for ``runner``, or None."""
+def capability_problem(wanting: ExpertRunner | A2ABackend, here: Situation) -> str | None:
+    """Why the GPUs of this machine are too old or too new for a declaration, or None."""
     if here.device != "cuda":
         return None
-    low, high = runner.min_capability, runner.max_capability
+    low, high = wanting.min_capability, getattr(wanting, "max_capability", None)
     for device in here.facts.devices:
         found = capability_of(device.capability)
         if found < low or (high is not None and found > high):

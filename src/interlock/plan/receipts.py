@@ -157,6 +157,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "nccl_library": Rule(Where.RANK, applies=lambda plan: plan.nccl_library != ""),
     "dist_init": _nowhere("without it no rank could have joined the world, whose size is observed"),
     "moe_a2a_backend": _layer("a2a_backend"),
+    "moe_a2a_mode": Rule(Where.RANK, applies=lambda plan: plan.moe_a2a_mode != ""),
     "moe_runner_backend": _layer("runner_backend"),
     "moe_layout_prefill": _layer("layouts", "prefill"),
     "moe_layout_decode": _layer("layouts", "decode"),

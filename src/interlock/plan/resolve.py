@@ -10,7 +10,8 @@ from interlock.errors import Refusal
 from interlock.moe.terms import Layout
 from interlock.options import Options
 from interlock.plan import decided as from_
-from interlock.plan.a2a_buffers import buffer_bytes
+from interlock.plan.a2a_buffers import Exchange, buffer_bytes
+from interlock.plan.a2a_mode import decide_a2a_mode
 from interlock.plan.capacity import Limits, decide_limits, refuse_capacity_without_experts
 from interlock.plan.card import ModelCard
 from interlock.plan.cut import cut_card
@@ -87,11 +88,14 @@ def _resolve(
         nnodes=world.nnodes.value,
         deterministic=options.switch("deterministic"),
         facts=facts,
+        num_experts=card.experts.num_experts if card.experts else None,
+        top_k=card.experts.top_k if card.experts else None,
     )
     linears = decide_linear_formats(
         options, card, facts, world, kernels=compute.kernels.value, dtype=compute.dtype.value
     )
     a2a, backend = decide_a2a(options, card, declared, situation)
+    a2a_mode = decide_a2a_mode(options, backend, declared.a2a, world.nnodes.value)
     experts = decide_experts(options, card, backend, declared, situation)
     runner = declared.runners.get(experts.runner.value)
     expert_format = decide_expert_format(options, card, runner, compute.dtype.value)
@@ -122,7 +126,19 @@ def _resolve(
         mlp_bytes=element_bytes(linears.mlp.value),
     )
     sources = ep.value if exchanges(backend) else world.attn_dp_size.value
-    buffers = buffer_bytes(backend, card, experts, limits, sources, slices.dtype_bytes)
+    buffers = buffer_bytes(
+        backend,
+        card,
+        experts,
+        limits,
+        Exchange(
+            sources=sources,
+            nodes=world.nnodes.value,
+            mode=a2a_mode.value,
+            alignment=runner.alignment if runner else 1,
+        ),
+        slices.dtype_bytes,
+    )
     stepping = decide_stepping(options, compute, world, limits, backend, mode)
     fixed = Fixed(
         weights=weight_bytes(card, slices),
@@ -143,6 +159,7 @@ def _resolve(
         "num_hidden_layers": layers,
         **_ranks(world, ep),
         "moe_a2a_backend": a2a,
+        "moe_a2a_mode": a2a_mode,
         **_experts(experts),
         "moe_prefill_capacity": limits.prefill_capacity,
         "moe_decode_capacity": limits.decode_capacity,

@@ -6,7 +6,7 @@ of this rank, R received rows, M rows an expert may receive (ranks * T), T capac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,6 +58,19 @@ class BufferShape:
     mode: str = ""
 
 
+class NcclVersion(Protocol):
+    """One NCCL library of a machine. ``version`` is "" and ``numbers`` () where nothing tells it."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def numbers(self) -> tuple[int, ...]: ...
+
+
 class SiteFacts(Protocol):
     """What a backend's own check may know of a machine: see ``interlock.plan.facts.MachineFacts``."""
 
@@ -69,6 +82,9 @@ class SiteFacts(Protocol):
 
     @property
     def rdma_devices(self) -> tuple[str, ...]: ...
+
+    @property
+    def nccl(self) -> Sequence[NcclVersion]: ...
 
 
 class Site(Protocol):

@@ -1,0 +1,181 @@
+"""Opening ElasticBuffer: its arguments, its size against the plan's, and its complaints in our words."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+
+from interlock.errors import EngineDeadError, StartupError
+from interlock.moe.a2a.base import DispatcherSpec
+from interlock.moe.a2a.checked import buffer_shape
+from interlock.moe.a2a.deepep.package import how_to_install
+from interlock.moe.a2a.deepep_v2.fitness import DISABLE_GIN, NCCL_ROOT
+from interlock.moe.a2a.deepep_v2.sizes import HYBRID, symmetric_bytes
+
+BACKEND_FLAG = "--moe-a2a-backend deepep_v2"
+COMPILE_SECONDS = 100
+"""Least time that a kernel waits on the device for its peers: one of them may still be compiling."""
+_HEADER = re.compile(r"^#define\s+NCCL_(MAJOR|MINOR|PATCH)\s+(\d+)", re.MULTILINE)
+
+
+class _TorchGroup(Protocol):
+    process_group: Any
+
+
+def load_library() -> Any:
+    """The module ``deep_ep``, checked to have what is used of it.
+
+    Raises:
+        StartupError: it cannot be imported here, or is of another generation.
+    """
+    try:
+        library: Any = importlib.import_module("deep_ep")
+    except Exception as error:  # the package asserts on import, and a broken build raises what it likes
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        raise StartupError(
+            f"{BACKEND_FLAG}: deep_ep cannot be imported: {first}. {_way_out(str(error))}"
+        ) from error
+    if not hasattr(library, "ElasticBuffer"):
+        version = getattr(library, "__version__", "of an unknown version")
+        raise StartupError(f"{BACKEND_FLAG}: deep_ep {version} has no ElasticBuffer: {how_to_install()}")
+    if library.topk_idx_t != torch.int64:
+        raise StartupError(
+            f"{BACKEND_FLAG}: deep_ep was built for {library.topk_idx_t} expert ids, and Interlock sends "
+            "torch.int64: build it without EP_NUM_TOPK_IDX_BITS"
+        )
+    return library
+
+
+def open_buffer(library: Any, spec: DispatcherSpec) -> Any:
+    """Build the buffer of this rank. Collective over the EP group, and not allowed within a graph capture.
+
+    Raises:
+        StartupError: the library refuses, or its size is beyond the plan's.
+    """
+    if spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise StartupError(f"{BACKEND_FLAG}: the buffer is built before graphs are captured, not within one")
+    group = cast(_TorchGroup, spec.groups.ep)
+    largest, fp8 = max(spec.capacity.values()), spec.row_dtype == "fp8"
+    hybrid = spec.mode == HYBRID
+    check_nccl(library, spec)
+    spec.groups.ep.barrier()  # the library takes the communicator that torch makes at its first use
+    try:
+        hint = library.ElasticBuffer.get_buffer_size_hint(
+            group.process_group,
+            largest,
+            spec.hidden_size,
+            spec.top_k,
+            use_fp8_dispatch=fp8,
+            allow_hybrid_mode=hybrid,
+            allow_multiple_reduction=False,
+        )
+        planned = symmetric_bytes(buffer_shape(spec), largest, fp8=fp8)
+        if hint > planned:
+            raise StartupError(
+                f"{BACKEND_FLAG}: the plan reserves {planned} bytes for ElasticBuffer, and the library wants "
+                f"{hint}: the links between these ranks are not what --nnodes {spec.nodes} says "
+                "(without NVLink between all ranks of a machine it needs room to send from)"
+            )
+        return library.ElasticBuffer(
+            group.process_group,
+            num_max_tokens_per_rank=largest,
+            hidden=spec.hidden_size,
+            num_topk=spec.top_k,
+            use_fp8_dispatch=fp8,
+            deterministic=False,
+            allow_hybrid_mode=hybrid,
+            allow_multiple_reduction=False,
+            prefer_overlap_with_compute=False,
+            num_cpu_timeout_secs=wait_seconds(spec),
+            num_gpu_timeout_secs=wait_seconds(spec),
+            explicitly_destroy=True,
+        )
+    except StartupError:
+        raise
+    except Exception as error:  # assertions of the library and of NCCL
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        raise StartupError(
+            f"{BACKEND_FLAG}: ElasticBuffer cannot be built: {first}. {_way_out(str(error))}"
+        ) from error
+
+
+def wait_seconds(spec: DispatcherSpec) -> int:
+    """Seconds that host and device wait for a peer."""
+    return max(COMPILE_SECONDS, int(spec.timeout))
+
+
+def check_nccl(library: Any, spec: DispatcherSpec) -> None:
+    """NCCL in this process must be the one whose headers the kernels are compiled with.
+
+    Raises:
+        StartupError: it is another version; both are named.
+    """
+    if spec.device.type != "cuda":
+        return
+    root = importlib.import_module("deep_ep.utils.find_pkgs").find_nccl_root(optional=True)
+    compiled = header_version(Path(root or "") / "include" / "nccl.h")
+    loaded = tuple(torch.cuda.nccl.version())
+    if compiled and compiled != loaded:
+        raise StartupError(
+            f"{BACKEND_FLAG}: deep_ep compiles its kernels for NCCL {_dotted(compiled)} ({root}), and this "
+            f"process has loaded NCCL {_dotted(loaded)}: start with LD_PRELOAD={root}/lib/libnccl.so.2, or "
+            f"point {NCCL_ROOT} at the NCCL that is loaded and build deep_ep with it"
+        )
+
+
+def header_version(header: Path) -> tuple[int, ...]:
+    """The version that ``nccl.h`` states, or ()."""
+    if not header.is_file():
+        return ()
+    numbers = dict(_HEADER.findall(header.read_text(encoding="utf-8", errors="replace")))
+    parts = [numbers.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
+    return tuple(int(part) for part in parts if part is not None)
+
+
+@contextmanager
+def library_call(what: str, step: int) -> Iterator[None]:
+    """Around calls of the library: its time-outs name the late ranks, and its demands on torch are met."""
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it refuses to run beside these fills
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "CPU wait" in text:
+            late = late_ranks(text)
+            named = f"expert-parallel ranks {late}" if late else "a rank"
+            raise EngineDeadError(
+                f"{named} did not reach the {what} of step {step} in time: {text}"
+            ) from error
+        raise
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filling
+
+
+def late_ranks(text: str) -> list[int]:
+    """Ranks whose count is still 0 in the library's "received count (...): a b c # ..." (others are < 0)."""
+    found = re.search(r"received count \([^)]*\): ([-\d ]+)#", text)
+    counts = [int(word) for word in found.group(1).split()] if found else []
+    return [rank for rank, count in enumerate(counts) if count == 0]
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _way_out(text: str) -> str:
+    """What to do about a complaint of the library."""
+    if "GIN" in text or "Gin" in text:
+        return f"On one machine set {DISABLE_GIN}=1; between machines NCCL needs RDMA devices that offer GIN"
+    if "NCCL" in text or "libnccl" in text:
+        return (
+            "NCCL must be the version that deep_ep was built with: preload it (LD_PRELOAD) and name its "
+            f"folder in {NCCL_ROOT}"
+        )
+    return how_to_install().capitalize()
