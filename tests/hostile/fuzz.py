@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tests.e2e.processes import Served
 from tests.hostile.cases import Case, Cases
 from tests.hostile.watch import Memory, finish, free, is_alive, parser, seconds_until_free, started
-from tests.hostile.wire import Answer, Wire
+from tests.hostile.wire import ANSWER_SECONDS, Answer, Wire
 
 MOST_GROWTH = 0.02
 MEMORY_SAMPLES = 100
@@ -42,6 +42,10 @@ class Findings:
             except (ValueError, KeyError, TypeError):
                 self._fault(case, f"no error object: {answer.body[:300]!r}")
 
+    def unanswered(self, case: Case) -> None:
+        self.sent[case.kind] += 1
+        self._fault(case, f"no answer within {ANSWER_SECONDS:g} s")
+
     def _fault(self, case: Case, what: str) -> None:
         if len(self.faults) < 50:
             self.faults.append(f"{case.kind}: {what}; sent {case.payload[:300]!r}")
@@ -53,7 +57,11 @@ async def _worker(url: str, cases: Cases, budget: list[int], findings: Findings)
         budget[0] -= 1
         case = cases.next()
         if case.is_http:
-            findings.judge(case, await wire.ask(case.payload))
+            try:
+                findings.judge(case, await wire.ask(case.payload))
+            except TimeoutError:
+                findings.unanswered(case)
+                wire.close()
             continue
         rude = Wire(url)
         try:
