@@ -198,7 +198,7 @@ ABORTS = tuple((state, who) for state in STATES for who in LEAVERS)
 
 async def abort(scene: Scene, state: str, who: tuple[str, ...]) -> None:
     """Clients of one or both servers go away in this state of the request."""
-    cluster, body = scene.cluster, scene.long_body() | {"seed": 0}
+    cluster, body = scene.cluster, scene.long_body()
     if state in ("waiting", "sending"):
         cluster.disturb("stall", PEER_SECONDS * 0.8)
     if state == "waiting":
