@@ -85,12 +85,16 @@ def transfer_problem(backend: TransferBackend, facts: MachineFacts, device: str)
     problem = package_problem(backend.packages, facts)
     if problem is not None:
         return problem
+    others = [package_problem([text], facts) for text in backend.one_of]
+    if others and None not in others:
+        return f"{others[0]}, or one of {', '.join(backend.one_of[1:])}"
     for library in backend.libraries:
         found = facts.libraries.get(library)
         if found is None:
             return f"needs the system library {library}, for which this machine was not probed"
         if found:
-            return f"needs the system library {library}: {found}"
+            advice = f" ({backend.remedy})" if backend.remedy else ""
+            return f"needs the system library {library}: {found}{advice}"
     return None
 
 

@@ -46,7 +46,8 @@ class Declarations:
         """Distribution names that any declaration needs."""
         requirements = [text for backend in self.a2a.values() for text in backend.packages]
         requirements += [text for runner in self.runners.values() for text in runner.packages]
-        requirements += [text for transfer in self.transfers.values() for text in transfer.packages]
+        transfers = self.transfers.values()
+        requirements += [text for each in transfers for text in (*each.packages, *each.one_of)]
         looked_at = {name for backend in self.a2a.values() for name in backend.distributions}
         return {requirement_name(text) for text in requirements} | looked_at
 

@@ -72,6 +72,8 @@ class Copier:
     def cut(self, target: int) -> None:
         """From now on nothing more is begun for this target; any thread may say so."""
         self._cut.add(target)
+        for receiver, _ in self._targets.get(target, ()):
+            self._sender.cut(receiver)
 
     def close_target(self, target: int) -> None:
         self._cut.discard(target)

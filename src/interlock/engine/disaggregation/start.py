@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import socket
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -23,6 +24,7 @@ from interlock.engine.disaggregation.wire import PROTOCOL, Hello
 from interlock.engine.messages import ToEngine, TokenDelta, Wake
 from interlock.engine.scheduler import Scheduler
 from interlock.kv.cache import KVCache, Storage
+from interlock.kv.transfer.base import KVReceiver, KVSender
 from interlock.kv.transfer.layout import CacheLayout
 from interlock.kv.transfer.registry import transfer_backends
 from interlock.parallel.group import Group
@@ -31,7 +33,6 @@ from interlock.plan.disaggregation import DECODE, PREFILL
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.plugins import load_symbol
 
-QUARANTINE_MARGIN = 2.0
 WAKE_ADDRESS = "inproc://interlock-wake"
 SECRET_BYTES = 16
 
@@ -82,6 +83,21 @@ def reached_at(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
+def outward(host: str) -> str:
+    """Where other machines reach what listens on ``host``: of a wildcard, the address of the default route,
+    or this machine itself where there is none."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    family, far = (socket.AF_INET6, "2001:db8::1") if host == "::" else (socket.AF_INET, "192.0.2.1")
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((far, 9))
+        except OSError:
+            return reached_at(host)
+        address: str = probe.getsockname()[0]
+        return address
+
+
 class _NoPart:
     storage: Storage | None = None
 
@@ -114,6 +130,12 @@ class _Part:
     def observed(self) -> dict[str, object]:
         return dict(self._seen)
 
+    def _end(self, symbol: str) -> Any:
+        """The backend's sender or receiver of this rank."""
+        host = self._plan.host
+        where = outward(host) if self._backend.spans_hosts else reached_at(host)
+        return load_symbol(symbol)(where, timeout=self._deadlines.peer)
+
     def _note_leader(self) -> None:
         self._seen |= {
             "disaggregation_mode": self.mode,
@@ -128,7 +150,7 @@ class _PrefillPart(_Part):
 
     def __init__(self, plan: LaunchPlan, groups: Groups) -> None:
         super().__init__(plan, groups)
-        self._sender = load_symbol(self._backend.sender)(reached_at(plan.host))
+        self._sender: KVSender = self._end(self._backend.sender)
         self._copier: Copier | None = None
         self._link: PrefillLink | FollowerLink | None = None
 
@@ -181,7 +203,7 @@ class _DecodePart(_Part):
 
     def __init__(self, plan: LaunchPlan, groups: Groups) -> None:
         super().__init__(plan, groups)
-        self._receiver = load_symbol(self._backend.receiver)(reached_at(plan.host))
+        self._receiver: KVReceiver = self._end(self._backend.receiver)
         self._description = b""
         self._link: DecodeLink | None = None
 
@@ -200,7 +222,7 @@ class _DecodePart(_Part):
         hello = Hello(protocol=PROTOCOL, backend=self._backend.name, layout=self._layout, ranks=tuple(ranks))
         link = DecodeLink(hello, self._deadlines.peer, mailbox, LoopThread("interlock-kv-link"))
         self._link = link
-        quarantine = self._deadlines.peer + QUARANTINE_MARGIN
+        quarantine = self._deadlines.peer + self._receiver.settle_seconds
         role = DecodeRole(scheduler, link, self._deadlines, quarantine=quarantine)
         link.open(decode_link.Ends(heard=role.heard, lost=role.lost))
         self._note_leader()

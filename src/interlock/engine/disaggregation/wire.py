@@ -14,7 +14,7 @@ import msgspec
 from interlock.engine.messages import AddRequest, TokenLogprob
 from interlock.kv.transfer.layout import CacheLayout
 
-PROTOCOL = 1
+PROTOCOL = 2
 MOST_BYTES = 64 << 20
 LENGTH = struct.Struct("<I")
 

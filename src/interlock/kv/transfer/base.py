@@ -34,9 +34,12 @@ class TransferBackend:
         devices: where the pools may live: "cpu", "cuda".
         spans_hosts: the two servers may run on different machines.
         packages: distributions that must be installed.
+        one_of: distributions of which one must be installed, any of them.
         libraries: shared libraries that the operating system must have.
+        remedy: what to run where one of ``libraries`` is missing.
         sender, receiver: "module:Class" of a ``KVSender`` and a ``KVReceiver``, constructed with the host
-            that peers reach this process at.
+            that peers reach this process at and ``timeout``, the seconds after which a silent one is gone.
+        limits: what else to know, for people: which links it was run over, what was never run.
         priority: the highest one that is ready is taken by default.
     """
 
@@ -47,7 +50,10 @@ class TransferBackend:
     sender: str
     receiver: str
     packages: tuple[str, ...] = ()
+    one_of: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
+    remedy: str = ""
+    limits: str = ""
     priority: int = 0
 
 
@@ -111,6 +117,11 @@ def check_blocks(
 class KVReceiver(Protocol):
     """The decode side of one rank: memory that others may write to."""
 
+    @property
+    def settle_seconds(self) -> float:
+        """Once a sender has stopped, or was cut off, its last bytes are written within this time. Known
+        after ``register``."""
+
     def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Zero-filled uint8 buffers of these sizes on the CPU, suitable for ``register``."""
 
@@ -144,6 +155,9 @@ class KVSender(Protocol):
         Raises:
             TransferError: not everything arrived.
         """
+
+    def cut(self, receiver: int) -> None:
+        """Begin nothing more for this receiver, and end a ``write`` to it soon. Any thread."""
 
     def disconnect(self, receiver: int) -> None: ...
 

@@ -8,23 +8,33 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from interlock.errors import InterlockError
 from interlock.kv.transfer.base import Int64s
 
 COLUMNS = 6
 STREAM_BYTES = 4 << 20
-"""Copies of at least as many bytes go past the caches."""
+NEVER = 1 << 62
+"""For ``stream_bytes``."""
 
 
 def copy_blocks(
-    source: Int64s, target: Int64s, length: Int64s, rows: Int64s, source_stride: Int64s, target_stride: Int64s
+    source: Int64s,
+    target: Int64s,
+    length: Int64s,
+    rows: Int64s,
+    source_stride: Int64s,
+    target_stride: Int64s,
+    *,
+    stream_bytes: int = STREAM_BYTES,
 ) -> None:
     """Copy, all int64 [blocks]: ``rows`` times ``length`` bytes, at ``source + i * source_stride`` to
     ``target + i * target_stride``. ``source`` and ``target`` are addresses that the caller has checked.
 
     Python threads run meanwhile.
+
+    Args:
+        stream_bytes: copies of at least as many bytes go past the caches; what is read at once should not.
     """
     blocks = np.stack([source, target, length, rows, source_stride, target_stride], axis=1)
     assert blocks.shape[1] == COLUMNS
@@ -33,7 +43,7 @@ def copy_blocks(
     if native is None:
         copy_with_numpy(blocks)
     else:
-        native(blocks.ctypes.data, len(blocks), STREAM_BYTES)
+        native(blocks.ctypes.data, len(blocks), stream_bytes)
 
 
 @cache
@@ -68,4 +78,4 @@ def _view(
     """uint8 [rows, length] of plain memory."""
     extent = (rows - 1) * stride + length
     memory = (ctypes.c_uint8 * extent).from_address(address)
-    return np.ndarray((rows, length), dtype=np.uint8, buffer=memory, strides=(stride, 1))
+    return np.ndarray((rows, length), dtype=np.uint8, buffer=memoryview(memory), strides=(stride, 1))

@@ -8,7 +8,11 @@ from functools import cache
 from interlock.kv.transfer.base import TransferBackend
 from interlock.plugins import Catalogue, discover
 
-BUILT_IN = ("interlock.kv.transfer.shared_memory:BACKEND",)
+BUILT_IN = (
+    "interlock.kv.transfer.shared_memory:BACKEND",
+    "interlock.kv.transfer.mooncake:BACKEND",
+    "interlock.kv.transfer.nixl:BACKEND",
+)
 
 
 @cache

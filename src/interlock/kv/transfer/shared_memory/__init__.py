@@ -1,14 +1,17 @@
-"""Backend ``shared_memory``: two servers on one host. The decode server's pools are anonymous shared memory,
-which the prefill server maps and writes to."""
+"""Backend ``shared_memory``: two servers on one host. On a CPU the prefill server maps the decode server's
+pools, which are anonymous shared memory, and writes to them; pages of a GPU go through page-locked staging
+memory that both map."""
 
 from interlock.kv.transfer.base import TransferBackend
 
 BACKEND = TransferBackend(
     name="shared_memory",
-    summary="both servers on one host, CPU: pages are written into the other's pools, one copy",
-    devices=frozenset({"cpu"}),
+    summary="both servers on one host; CPU: pages are written into the other's pools, one copy; "
+    "CUDA: through page-locked host memory",
+    devices=frozenset({"cpu", "cuda"}),
     spans_hosts=False,
     sender="interlock.kv.transfer.shared_memory.pools:SharedSender",
     receiver="interlock.kv.transfer.shared_memory.pools:SharedReceiver",
+    limits="both servers must run as one user in one process namespace",
     priority=10,
 )

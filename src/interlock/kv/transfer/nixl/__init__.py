@@ -1,0 +1,15 @@
+"""Backend ``nixl``: NVIDIA's transfer library with its UCX plugin."""
+
+from interlock.kv.transfer.base import TransferBackend
+
+BACKEND = TransferBackend(
+    name="nixl",
+    summary="NIXL over UCX between hosts: the decode server reads from staging memory",
+    devices=frozenset({"cpu", "cuda"}),
+    spans_hosts=True,
+    packages=("nixl-cu13>=1.0",),
+    sender="interlock.kv.transfer.nixl.ends:NixlSender",
+    receiver="interlock.kv.transfer.nixl.ends:NixlReceiver",
+    limits="run on one host's shared memory and TCP; RDMA was never run",
+    priority=4,
+)
