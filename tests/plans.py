@@ -47,6 +47,7 @@ def make_plan(card: ModelCard, **overrides: Any) -> LaunchPlan:
         "moe_prefill_capacity": 256,
         "moe_decode_capacity": 16,
         "moe_buffer_bytes": 0,
+        "moe_overlap": False,
         "deterministic": False,
         "max_model_len": min(card.max_position, 512),
         "max_running_requests": 16,

@@ -176,6 +176,11 @@ _DEFINITIONS: Final = (
         help="what computes the experts", peers=("moe-backend",),
     ),
     Option(
+        "moe_overlap", Kind.CHOICE, AUTO, EXPERTS, items=("moe_overlap",), choices=("on", "off"),
+        help="exchange one half of a step's tokens beside the experts of the other; auto is off",
+        peers=("enable-two-batch-overlap", "enable-dbo", "enable-single-batch-overlap"),
+    ),
+    Option(
         "moe_prefill_capacity", Kind.INTEGER, AUTO, EXPERTS, items=("moe_prefill_capacity",), minimum=1,
         help="T of prefill: tokens that one rank may dispatch in one step; auto is what a full chunk needs",
         peers=("num-max-dispatch-tokens-per-rank",),

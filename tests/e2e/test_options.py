@@ -77,7 +77,16 @@ class Launches:
         secret.write_text(KEY + "\n")
         process = self._run(
             *(self.model(), "--tp-size", 2, "--attn-dp-size", 2, "--deterministic", "--threads", 1),
-            *("--moe-a2a-backend", "collective", "--moe-prefill-capacity", 300, "--moe-decode-capacity", 20),
+            *(
+                "--moe-a2a-backend",
+                "collective",
+                "--moe-overlap",
+                "on",
+                "--moe-prefill-capacity",
+                300,
+                "--moe-decode-capacity",
+                20,
+            ),
             *("--chunked-prefill-size", 128, "--max-running-requests", 16, "--qkv-layout", "chunked"),
             *("--kv-memory", "32MiB", "--max-model-len", 128, "--api-key-file", secret, "--port", 0),
             *("--log-format", "json"),
@@ -351,6 +360,7 @@ PROOFS: Final[Mapping[str, Proof]] = MappingProxyType(
         "stall_timeout": receipt("one", "stall_timeout", 33),
         "moe_a2a_backend": in_layers("two", "a2a_backend", expected="collective"),
         "moe_runner_backend": in_layers("one", "runner_backend", expected="torch"),
+        "moe_overlap": in_layers("two", "overlapped", expected=True),
         "moe_prefill_capacity": in_layers("two", "capacity", "prefill", expected=300),
         "moe_decode_capacity": in_layers("two", "capacity", "decode", expected=20),
         "max_model_len": receipt("one", "max_model_len", 192),

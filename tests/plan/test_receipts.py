@@ -45,6 +45,7 @@ def honest(plan: LaunchPlan) -> dict[int, dict[str, Any]]:
                 "combines": {"prefill": 1, "decode": 2},
                 "dtype": plan.dtype,
                 "weight_format": plan.expert_weight_format,
+                "overlapped": plan.moe_overlap,
             }
             for index, layer in enumerate(plan.card.layers)
             if layer.is_moe

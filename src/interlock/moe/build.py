@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,9 @@ from interlock.moe.a2a.registry import a2a_backends
 from interlock.moe.experts.registry import expert_runners
 from interlock.moe.layer import MoEContext
 from interlock.moe.meter import LoadMeter
+from interlock.moe.overlap import TwoBatchOverlap, half_specs
 from interlock.moe.placement import place
+from interlock.moe.side_work import side_work
 from interlock.moe.terms import Layout, Phase
 from interlock.parallel.group import Group
 from interlock.parallel.topology import Groups
@@ -77,13 +79,15 @@ def build_moe_context(plan: LaunchPlan, groups: Groups, kernels: Kernels, device
         nodes=plan.nnodes,
         mode=plan.moe_a2a_mode,
     )
-    dispatcher: Dispatcher = load_symbol(backend.dispatcher)(spec)
+    make: Callable[[DispatcherSpec], Dispatcher] = load_symbol(backend.dispatcher)
+    overlap = _two_batches(make, spec) if plan.moe_overlap else None
     return MoEContext(
         groups=groups,
         kernels=kernels,
         device=device,
         dtype=spec.dtype,
-        dispatcher=dispatcher,
+        dispatcher=overlap.dispatchers[0] if overlap else make(spec),
+        overlap=overlap,
         runner=runner,
         layouts=layouts,
         experts=spec.experts,
@@ -92,6 +96,11 @@ def build_moe_context(plan: LaunchPlan, groups: Groups, kernels: Kernels, device
         slice_rank=slices.rank,
         meter=LoadMeter(len(spec.local_experts), device, shares=_shares(layouts, groups)),
     )
+
+
+def _two_batches(make: Callable[[DispatcherSpec], Dispatcher], spec: DispatcherSpec) -> TwoBatchOverlap:
+    first, second = half_specs(spec)
+    return TwoBatchOverlap((make(first), make(second)), side_work(spec.device))
 
 
 def _shares(layouts: Mapping[Phase, Layout], groups: Groups) -> dict[Phase, int]:

@@ -15,7 +15,7 @@ from interlock.engine.step import Step
 from interlock.errors import CheckpointError
 from interlock.kernels.base import Kernels
 from interlock.kernels.fp8_blocks import Fp8Blocks
-from interlock.moe.a2a.base import Dispatcher, ExpertInput, ReplicatedRows
+from interlock.moe.a2a.base import Dispatcher, DispatcherReceipt, ExpertInput, ReplicatedRows
 from interlock.moe.experts.base import (
     ExpertFill,
     ExpertRunner,
@@ -27,8 +27,9 @@ from interlock.moe.experts.base import (
 )
 from interlock.moe.meter import LoadMeter
 from interlock.moe.observer import LayerObserver
+from interlock.moe.overlap import TwoBatchOverlap
 from interlock.moe.placement import place
-from interlock.moe.routing import Router
+from interlock.moe.routing import Router, Routes
 from interlock.moe.terms import Layout, Phase
 from interlock.parallel.topology import Groups
 from interlock.plan.card import ExpertsCard
@@ -43,6 +44,7 @@ class MoEContext:
         experts: global expert ids of every rank that holds different experts.
         rank: this rank's index in ``experts``.
         slices: ranks over which each expert's width is cut, and ``slice_rank`` this rank's place among them.
+        dispatcher: exchanges whole steps. overlap: exchanges steps in halves in its place, None where not.
         meter: counts what the layers receive and how long the exchange takes.
         layers: every layer built with this context, in order of construction.
     """
@@ -59,11 +61,12 @@ class MoEContext:
     slices: int
     slice_rank: int
     meter: LoadMeter
+    overlap: TwoBatchOverlap | None = None
     layers: list[MoELayer] = field(default_factory=list)
 
     def observed(self) -> dict[str, object]:
         """Receipts of this rank by plan item, and ``moe_layers`` with one entry for each layer."""
-        receipt = self.dispatcher.observed()
+        receipt = self.receipt()
         runners = {layer.runner_name for layer in self.layers}
         return {
             "moe_a2a_backend": receipt.name,
@@ -80,9 +83,13 @@ class MoEContext:
             "moe_layers": [layer.observed() for layer in self.layers],
         }
 
+    def receipt(self) -> DispatcherReceipt:
+        """What exchanges the steps, as it observed itself."""
+        return (self.overlap or self.dispatcher).observed()
+
     def close(self) -> None:
         """Free the dispatcher's buffers."""
-        self.dispatcher.close()
+        (self.overlap or self.dispatcher).close()
 
 
 class MoELayer:
@@ -115,6 +122,7 @@ class MoELayer:
         self._sums_lanes = self._runner if isinstance(self._runner, SumsLanes) else None
         self._dispatches: Counter[str] = Counter()
         self._combines: Counter[str] = Counter()
+        self._overlapped: Counter[str] = Counter()
         self._loaded = False
         context.layers.append(self)
         context.meter.add_layer(layer_index)
@@ -203,15 +211,24 @@ class MoELayer:
         live_count: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """hidden are rows ``first_row : first_row + n`` of the step."""
-        dispatcher = self._context.dispatcher
         routes = self._router.route(hidden, live_tokens, live_count)
         if self.observer is not None:
             routes = self.observer.routed(self.layer_index, first_row, hidden, self._router, routes)
-        meter = self._context.meter
+        if self._context.overlap is None:
+            combined = self._exchange_whole(hidden, routes, phase)
+        else:
+            meter, layer = self._context.meter, self.layer_index
+            combined = self._context.overlap.run(hidden, routes, phase, self._compute, meter, layer)
+            self._overlapped[phase] += 1
+        self._dispatches[phase] += 1
+        self._combines[phase] += 1
+        return combined
+
+    def _exchange_whole(self, hidden: torch.Tensor, routes: Routes, phase: Phase) -> torch.Tensor:
+        dispatcher, meter = self._context.dispatcher, self._context.meter
         meter.dispatching()
         dispatched = dispatcher.dispatch(hidden, routes.ids, routes.weights, phase)
         meter.dispatched(self.layer_index, dispatched.rows)
-        self._dispatches[phase] += 1
         try:
             results = self._compute(dispatched.rows)
         except BaseException:
@@ -220,7 +237,6 @@ class MoELayer:
         meter.combining()
         combined = dispatcher.combine(results, dispatched.handle)
         meter.combined()
-        self._combines[phase] += 1
         return combined
 
     def _compute(self, rows: ExpertInput) -> torch.Tensor:
@@ -247,7 +263,7 @@ class MoELayer:
 
     def observed(self) -> dict[str, object]:
         """The receipt of this layer: what was built for it and how often it was used."""
-        dispatcher = self._context.dispatcher.observed()
+        dispatcher = self._context.receipt()
         runner = self._runner.observed()
         return {
             "layer": self.layer_index,
@@ -259,6 +275,7 @@ class MoELayer:
             "buffer_bytes": dispatcher.buffer_bytes,
             "dispatches": {phase.value: self._dispatches[phase] for phase in Phase},
             "combines": {phase.value: self._combines[phase] for phase in Phase},
+            "overlapped": all(self._overlapped[phase] for phase in Phase),
             "runner_backend": runner.name,
             "runner": runner.runner,
             "runner_calls": runner.calls,

@@ -51,15 +51,20 @@ class PhaseTotals:
 class _Captured:
     """What the layers of one captured step left behind: each replay writes it anew, so it is kept.
 
-    ``arrived``: decoder layer -> local ids of lanes (``are_lanes``), or counts of rows.
+    ``arrived``: (half of the step, decoder layer) -> local ids of lanes (``are_lanes``), or counts of rows.
     """
 
     are_lanes: bool = False
-    arrived: dict[int, torch.Tensor] = field(default_factory=dict)
+    arrived: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
-    def keep(self, layer: int, rows: ExpertInput) -> None:
+    def keep(self, layer: int, rows: ExpertInput, half: int) -> None:
         self.are_lanes = isinstance(rows, ReplicatedRows)
-        self.arrived[layer] = rows.ids if isinstance(rows, ReplicatedRows) else rows.counts
+        self.arrived[half, layer] = rows.ids if isinstance(rows, ReplicatedRows) else rows.counts
+
+    @property
+    def halves(self) -> range:
+        """A step that is exchanged whole has one."""
+        return range(1 + max(half for half, _ in self.arrived))
 
     @property
     def is_whole(self) -> bool:
@@ -206,13 +211,13 @@ class LoadMeter:
         if self._sampled:
             self._clock.begin()
 
-    def dispatched(self, layer: int, rows: ExpertInput) -> None:
-        """``rows`` arrived in decoder layer ``layer``."""
+    def dispatched(self, layer: int, rows: ExpertInput, half: int = 0) -> None:
+        """``rows`` arrived in decoder layer ``layer``, of the step or of one half of it."""
         if self._sampled:
             self._clock.end(self.totals[self._phase].dispatch)
             self._count(layer, rows)
         elif self._capture is not None:
-            self._capture.keep(layer, rows)
+            self._capture.keep(layer, rows, half)
 
     def combining(self) -> None:
         if self._sampled:
@@ -253,13 +258,14 @@ class LoadMeter:
 
     def _count_captured(self, phase: Phase, captured: _Captured) -> None:
         """A handful of launches for all layers together."""
-        arrived = torch.stack([captured.arrived[layer] for layer in self.layers])
         own = self._rows[:, _PHASES.index(phase)]
-        if captured.are_lanes:
-            lanes = arrived.flatten(1).to(torch.int64) + 1
-            own.scatter_add_(1, lanes, torch.ones_like(lanes))
-        else:
-            own[:, 1:] += arrived
+        for half in captured.halves:
+            arrived = torch.stack([captured.arrived[half, layer] for layer in self.layers])
+            if captured.are_lanes:
+                lanes = arrived.flatten(1).to(torch.int64) + 1
+                own.scatter_add_(1, lanes, torch.ones_like(lanes))
+            else:
+                own[:, 1:] += arrived
 
 
 def _never() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from interlock.moe.terms import Phase
@@ -23,12 +23,14 @@ class Exchange:
             is exchanged and every rank of a replica holds the same tokens.
         nodes: machines that they are spread over. mode: of the backend.
         alignment: that the runner wants of expert segments.
+        halves: steps are exchanged in two halves, each with buffers of its own.
     """
 
     sources: int
     nodes: int = 1
     mode: str = ""
     alignment: int = 1
+    halves: bool = False
 
 
 def buffer_bytes(
@@ -65,4 +67,8 @@ def buffer_bytes(
         nodes=exchange.nodes,
         mode=exchange.mode,
     )
-    return backend.buffer_bytes(shape)
+    if not exchange.halves:
+        return backend.buffer_bytes(shape)
+    larger = {phase: -(-tokens // 2) for phase, tokens in shape.capacity.items()}
+    smaller = {phase: tokens // 2 for phase, tokens in shape.capacity.items()}
+    return sum(backend.buffer_bytes(replace(shape, capacity=part)) for part in (larger, smaller))

@@ -50,6 +50,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "moe_runner_backend",
         "moe_layout_prefill",
         "moe_layout_decode",
+        "moe_overlap",
         "moe_prefill_capacity",
         "moe_decode_capacity",
         "moe_buffer_bytes",

@@ -70,6 +70,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         moe_a2a_mode: way of exchanging that the backend lets choose; "" where it has one way only.
         moe_layout_prefill, moe_layout_decode: layout of dispatched rows for each phase.
         moe_prefill_capacity, moe_decode_capacity: T, tokens that one rank may dispatch in one step.
+        moe_overlap: steps are exchanged in two halves, one beside the experts of the other.
         moe_buffer_bytes: bytes that the dispatcher reserves on a rank.
         max_running_requests: requests decoding at once, for each replica.
         chunked_prefill_size: tokens of one prefill step, for each replica.
@@ -160,6 +161,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     disaggregation_queue_timeout: float = 0.0
 
     moe_a2a_mode: str = ""
+    moe_overlap: bool = False
     ranks_per_gpu: int = 1
     nccl_library: str = ""
 

@@ -163,6 +163,12 @@ RULES: Final[Mapping[str, Rule]] = {
     "moe_layout_decode": _layer("layouts", "decode"),
     "moe_prefill_capacity": _layer("capacity", "prefill"),
     "moe_decode_capacity": _layer("capacity", "decode"),
+    "moe_overlap": Rule(
+        Where.LAYER,
+        applies=_has_experts,
+        path=("overlapped",),
+        agrees=lambda expected, observed: observed is expected,
+    ),
     "moe_buffer_bytes": Rule(Where.RANK, agrees=_at_most, applies=_has_experts),
     "deterministic": Rule(Where.RANK, agrees=_promised_and_kept),
     "max_model_len": _LEADER,
@@ -213,7 +219,7 @@ LAYER_RULES: Final[Mapping[str, Rule]] = {
 """What every layer must show beside the plan items: calls in the warm-up, in the plan's dtype. A layer
 that was built without its dispatcher shows neither."""
 
-DETAILS: Final = frozenset({"moe_layers", "moe_dispatcher"})
+DETAILS: Final = frozenset({"moe_layers", "moe_dispatcher", "start"})
 """Entries of a rank's receipts that hold details instead of one item."""
 
 

@@ -23,6 +23,7 @@ from interlock.plan.join import Declarations, Situation, exchanges
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.plan.memory import Fixed, PageSpaces, available_bytes, decide_pools, estimate, widest_window
 from interlock.plan.moe import Experts, check_a2a, decide_a2a, decide_experts
+from interlock.plan.moe_overlap import decide_overlap
 from interlock.plan.nearest import with_alternatives
 from interlock.plan.rehearsal import decide_rehearsal
 from interlock.plan.server import server_items
@@ -125,6 +126,7 @@ def _resolve(
         attention_bytes=element_bytes(linears.attention.value),
         mlp_bytes=element_bytes(linears.mlp.value),
     )
+    overlap = decide_overlap(options, card, backend, declared, limits)
     sources = ep.value if exchanges(backend) else world.attn_dp_size.value
     buffers = buffer_bytes(
         backend,
@@ -136,6 +138,7 @@ def _resolve(
             nodes=world.nnodes.value,
             mode=a2a_mode.value,
             alignment=runner.alignment if runner else 1,
+            halves=overlap.value,
         ),
         slices.dtype_bytes,
     )
@@ -163,6 +166,7 @@ def _resolve(
         **_experts(experts),
         "moe_prefill_capacity": limits.prefill_capacity,
         "moe_decode_capacity": limits.decode_capacity,
+        "moe_overlap": overlap,
         "moe_buffer_bytes": rule(
             buffers, f"declared by --moe-a2a-backend {backend.name} for T of {sources} ranks"
         ),

@@ -26,6 +26,7 @@ BACKEND = A2ABackend(
     row_dtypes=frozenset({"float32", "bfloat16", "fp8"}),
     devices=frozenset({"cpu", "cuda"}),
     links=frozenset({"shared_memory", "tcp", "nvlink", "pcie", "rdma"}),
+    overlap=True,
     buffer_bytes=buffer_bytes,
     dispatcher="interlock.moe.a2a.collective.dispatcher:Collective",
 )

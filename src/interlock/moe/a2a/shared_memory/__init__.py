@@ -15,6 +15,7 @@ BACKEND = A2ABackend(
     max_ranks=64,
     native=True,
     fixed_capacity=True,
+    overlap=True,
     buffer_bytes=buffer_bytes,
     dispatcher="interlock.moe.a2a.shared_memory.dispatcher:SharedMemory",
 )
