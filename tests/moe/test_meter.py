@@ -162,6 +162,32 @@ def test_replays_of_captured_steps_are_counted_from_what_they_leave(masked: bool
     assert counted.totals[Phase.DECODE].dispatch.calls == 0
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_both_halves_of_a_step_are_counted(captured: bool) -> None:
+    """Two-batch overlap: rows arrive in two parts, eagerly and in a graph that is replayed."""
+    capturing = [captured]
+    counted = LoadMeter(
+        EXPERTS, torch.device("cpu"), shares=NO_SHARES, every=1, is_capturing=lambda: capturing[0]
+    )
+    for layer in (1, 3):
+        counted.add_layer(layer)
+    if not captured:
+        counted.start()
+    counted.begin_step(Phase.DECODE, 5)
+    for layer in (1, 3):
+        for half, counts in enumerate(([1, 0, 2, 0], [0, 5, 0, layer])):
+            counted.dispatching()
+            counted.dispatched(layer, layouts(counts)[2], half=half)
+        counted.combining()
+        counted.combined()
+    capturing[0] = False
+    if captured:
+        counted.start()
+        counted.count_replay(Phase.DECODE, 5)
+    assert counted.received()[Phase.DECODE].tolist() == [[1, 5, 2, 1], [1, 5, 2, 3]]
+    assert (counted.totals[Phase.DECODE].steps, counted.totals[Phase.DECODE].tokens) == (1, 5)
+
+
 def test_layers_that_share_memory_in_a_capture_are_not_guessed_at() -> None:
     capturing = [True]
     counted = LoadMeter(
