@@ -128,7 +128,8 @@ class A2ABackend:
         native: needs the project's compiled CPU library.
         capturable: phases whose dispatch and combine can be captured in a CUDA graph.
         applies_weights: combine multiplies by the routing weights; then runners get rows without weights.
-        overlap: dispatch may run beside other work of the device.
+        overlap: two dispatchers of a group may be in use at once, and their calls may come from another
+            stream (on a CPU, thread) than the work beside them: see ``moe/overlap.py``.
         fixed_capacity: buffers are allocated at start-up; else ``buffer_bytes`` is a peak of transient rows.
         requires_full_ep: every rank of the world must hold different experts (ep_size == tp_size).
         ordered_rows: rows of one expert are ordered by (source rank, token), so layouts are reproducible.
