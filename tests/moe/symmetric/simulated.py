@@ -18,6 +18,7 @@ from interlock.moe.placement import place
 from interlock.moe.terms import Layout, Phase
 
 LOOKS = 3
+"""How often a flag is looked at before its owner is late."""
 
 
 def shape_of(setting: Setting) -> BufferShape:

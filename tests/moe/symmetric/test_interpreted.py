@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import Phase as Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,16 +12,29 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: torch's 
 if not triton.knobs.runtime.interpret:
     pytest.skip("set TRITON_INTERPRET=1 to run the GPU kernels on the CPU", allow_module_level=True)
 
-from interlock.moe.a2a.symmetric import BACKEND  # noqa: E402
-from interlock.moe.conformance.cases import Setting, make_case  # noqa: E402
+from interlock.moe.a2a.symmetric import BACKEND, exchange  # noqa: E402
+from interlock.moe.a2a.symmetric.shape import RegionShape  # noqa: E402
+from interlock.moe.conformance.cases import Case, Setting, make_case  # noqa: E402
 from interlock.moe.conformance.cases import settings as walk  # noqa: E402
 from interlock.moe.conformance.oracle import combined  # noqa: E402
 from interlock.moe.conformance.received import check_received, computed  # noqa: E402
-from tests.moe.symmetric.simulated import Simulated  # noqa: E402
+from interlock.moe.terms import Layout, Phase  # noqa: E402
+from tests.moe.symmetric.simulated import LOOKS, Simulated, shape_of  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)
 
 
-def exchange_and_check(ranks: Simulated, setting: Setting, number: int, seed: int) -> None:
-    case = make_case(setting, number, seed)
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """The interpreter runs one program after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "ROW_WORKERS", 6)
+        patch.setattr(exchange, "RETURN_WORKERS", 24)
+        yield
+
+
+def exchange_and_check(ranks: Simulated, case: Case) -> None:
+    setting = ranks.setting
     received = ranks.dispatch(case, case.phase)
     assert ranks.problems() == []
     results = []
@@ -32,11 +46,121 @@ def exchange_and_check(ranks: Simulated, setting: Setting, number: int, seed: in
     assert ranks.problems() == []
 
 
-@settings(max_examples=25, deadline=None)
-@given(ranks=st.sampled_from((1, 2, 3, 4, 8)), seed=st.integers(0, 10_000))
-def test_any_exchange_is_the_oracles(ranks: int, seed: int) -> None:
-    """Rows, counts, order, scales, weights and sums, in buffers that three steps share."""
-    setting = next(iter(walk(BACKEND, ranks, seed)))
-    simulated = Simulated.of(setting)
+def first_setting(ranks: int, seed: int) -> Setting:
+    return next(walk(BACKEND, ranks, seed))
+
+
+PLAIN = Setting(
+    index=0, ranks=3, num_experts=7, top_k=2, hidden_size=16, row_dtype="bfloat16", dtype="bfloat16",
+    layouts=((Phase.PREFILL, Layout.CONTIGUOUS), (Phase.DECODE, Layout.MASKED)),
+    capacity=((Phase.PREFILL, 5), (Phase.DECODE, 3)), alignment=4, deterministic=False, validate=False,
+)  # fmt: skip
+
+
+@settings(max_examples=12, deadline=None, phases=(Stage.generate, Stage.shrink))
+@given(ranks=st.sampled_from((1, 2, 3, 4)), seed=st.integers(0, 10_000), few=st.booleans())
+def test_any_exchange_is_the_oracles(ranks: int, seed: int, few: bool) -> None:
+    """Rows, counts, order, scales, weights and sums, in buffers that steps share; lanes in one chunk or more."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not few:
+            patch.setattr(exchange, "FEW_LANES", 4)
+            patch.setattr(exchange, "CHUNK", 16)
+        simulated = Simulated.of(first_setting(ranks, seed))
+        for each in simulated.exchanges:
+            each._histogram = torch.empty(64, each.shape.bins, dtype=torch.int32)
+        for number in range(2):
+            exchange_and_check(simulated, make_case(simulated.setting, number, seed))
+
+
+def test_eight_ranks() -> None:
+    simulated = Simulated.of(first_setting(8, 9))
+    exchange_and_check(simulated, make_case(simulated.setting, 1, 9))
+
+
+def test_what_is_allocated_is_what_the_plan_says() -> None:
+    for seed in range(6):
+        setting = first_setting(1 + seed % 4, seed)
+        simulated = Simulated.of(setting)
+        shape = RegionShape.of(shape_of(setting))
+        for each in simulated.exchanges:
+            assert each.private_bytes == shape.private_bytes
+        assert BACKEND.buffer_bytes(shape_of(setting)) == shape.region_bytes + shape.private_bytes
+
+
+@pytest.mark.parametrize("epoch", [2**31 - 2, -2])
+def test_steps_are_counted_beyond_what_the_counter_holds(epoch: int) -> None:
+    simulated = Simulated.of(PLAIN)
+    for each in simulated.exchanges:
+        each._state[0] = epoch
+        each._own[: each.shape.sizes()["flags"]].view(torch.int32)[:] = epoch
     for number in range(3):
-        exchange_and_check(simulated, setting, number, seed)
+        exchange_and_check(simulated, make_case(PLAIN, number, 3))
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    """B22: the error says which rank, and which of its steps is missing; nobody hangs."""
+    simulated = Simulated.of(PLAIN)
+    case = make_case(PLAIN, 0, 0)
+    first, second, _ = simulated.exchanges
+    first.exchange_counts(case.ids[0], 9, 1)
+    assert first.notice.tolist()[:4] == [1, 1, 1, LOOKS], "rank 1 is the first that is late, in exchange 1"
+    second.exchange_counts(case.ids[1], 9, 1)
+    assert second.notice.tolist()[:2] == [1, 2], "rank 0 has told its counts, rank 2 has not"
+
+
+def test_a_rank_that_gave_up_sends_nothing_more() -> None:
+    """Its peers must not take what it has not finished for rows."""
+    simulated = Simulated.of(PLAIN)
+    case = make_case(PLAIN, 0, 0)
+    first, second, third = simulated.exchanges
+    first.exchange_counts(case.ids[0], 9, 1)
+    before = second._own.clone()
+    first.send_rows(case.hidden[0], case.scales[0], case.weights[0])
+    assert first.notice.tolist()[:2] == [1, 1]
+    assert torch.equal(second._own, before)
+    arrived = first.exchange_counts(case.ids[0], 9, 1)
+    assert arrived.counts.tolist() == [0, 0, 0]
+    assert torch.equal(second._own, before)
+    for each, rank in ((second, 1), (third, 2)):
+        each.exchange_counts(case.ids[rank], 9, 1, waits=False)
+    second.exchange_counts(case.ids[1], 9, 1, sends=False)
+    second.send_rows(case.hidden[1], case.scales[1], case.weights[1])
+    assert second.notice.tolist()[:2] == [2, 0], "rank 0 did not finish the dispatch"
+
+
+@pytest.mark.parametrize(("stage", "code"), [(1, 2), (2, 3)])
+def test_each_wait_says_what_is_missing(stage: int, code: int) -> None:
+    simulated = Simulated.of(PLAIN)
+    simulated.exchanges[1]._state[0] = 5
+    simulated.exchanges[1].await_stage(stage)
+    assert simulated.exchanges[1].notice.tolist()[:4] == [code, 0, 5, LOOKS]
+
+
+@pytest.mark.parametrize("expert", [7, 10**12, -2])
+@pytest.mark.parametrize("few", [True, False])
+def test_an_expert_that_does_not_exist_is_named(expert: int, few: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if not few:
+            patch.setattr(exchange, "FEW_LANES", 1)
+        simulated = Simulated.of(PLAIN)
+        ids = torch.tensor([[0, 1], [2, expert]])
+        simulated.exchanges[0].exchange_counts(ids, 9, 1, waits=False)
+    assert simulated.exchanges[0].notice.tolist()[:4] == [4, 3, few * 0, expert]
+    assert int(simulated.exchanges[0]._own[: simulated.exchanges[0].shape.sizes()["flags"]].sum()) == 0
+
+
+def test_rows_beyond_the_memory_are_not_written() -> None:
+    """An expert that is named twice by a token, which the contract forbids, must not overwrite anything."""
+    simulated = Simulated.of(PLAIN)
+    ids = torch.tensor([[6, 6]] * 5)
+    for each in simulated.exchanges:
+        each.exchange_counts(ids, 9, 1, waits=False)
+    for each in simulated.exchanges:
+        each.exchange_counts(ids, 9, 1, sends=False)
+    first = simulated.exchanges[0]
+    rows = first.shape.slab_rows
+    targets = first._targets[:10]
+    assert int((targets & 0xFFFFFFFF).max()) < rows
+    last = simulated.exchanges[2]
+    assert last.notice.tolist()[0] == 5
+    assert last._targets[:10].tolist().count(-1) == 9 + 30 - rows
