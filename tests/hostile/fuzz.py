@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -28,6 +29,7 @@ class Findings:
     sent: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
+    slowest: tuple[float, str] = (0.0, "")
 
     def judge(self, case: Case, answer: Answer) -> None:
         self.sent[case.kind] += 1
@@ -57,11 +59,14 @@ async def _worker(url: str, cases: Cases, budget: list[int], findings: Findings)
         budget[0] -= 1
         case = cases.next()
         if case.is_http:
+            begun = time.monotonic()
             try:
                 findings.judge(case, await wire.ask(case.payload))
             except TimeoutError:
                 findings.unanswered(case)
                 wire.close()
+            took = (time.monotonic() - begun, f"{case.kind}: {case.payload[:600]!r}")
+            findings.slowest = max(findings.slowest, took)
             continue
         rude = Wire(url)
         try:
@@ -115,6 +120,7 @@ def main() -> int:
         "requests": sum(findings.sent.values()),
         "by_kind": dict(findings.sent),
         "by_status": {str(status): count for status, count in sorted(findings.statuses.items())},
+        "slowest_answer": findings.slowest,
         "memory_growth": round(growth, 4),
         "memory_growth_by_process": memory.growth_by_process(),
         "memory_mib": memory.mib(),
