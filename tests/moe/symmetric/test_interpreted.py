@@ -60,7 +60,7 @@ PLAIN = Setting(
 @settings(max_examples=12, deadline=None, phases=(Stage.generate, Stage.shrink))
 @given(ranks=st.sampled_from((1, 2, 3, 4)), seed=st.integers(0, 10_000), few=st.booleans())
 def test_any_exchange_is_the_oracles(ranks: int, seed: int, few: bool) -> None:
-    """Rows, counts, order, scales, weights and sums, in buffers that steps share; lanes in one chunk or more."""
+    """Rows, counts, order, scales, weights and sums, in shared buffers; lanes in one chunk or more."""
     with pytest.MonkeyPatch.context() as patch:
         if not few:
             patch.setattr(exchange, "FEW_LANES", 4)
