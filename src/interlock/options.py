@@ -162,9 +162,9 @@ _DEFINITIONS: Final = (
         help="seconds after which a silent rank ends the server", peers=("dist-timeout", "watchdog-timeout"),
     ),
     Option(
-        "moe_a2a_backend", Kind.CHOICE, "none", EXPERTS, items=("moe_a2a_backend",),
+        "moe_a2a_backend", Kind.CHOICE, AUTO, EXPERTS, items=("moe_a2a_backend",),
         choices=_a2a_names, broken=_broken_a2a,
-        help="how tokens reach the ranks that hold their experts", peers=("all2all-backend", "a2a-backend"),
+        help="how tokens reach the ranks that hold their experts; auto exchanges where --ep-size spreads them", peers=("all2all-backend", "a2a-backend"),
     ),
     Option(
         "deepep_v2_mode", Kind.CHOICE, AUTO, EXPERTS, items=("moe_a2a_mode",), choices=("direct", "hybrid"),

@@ -9,7 +9,7 @@ from interlock.errors import Refusal
 from interlock.moe.terms import Layout, Phase
 from interlock.options import Options
 from interlock.plan.card import ModelCard
-from interlock.plan.decided import Decided, asked_text, rule, text
+from interlock.plan.decided import Decided, asked_integer, asked_text, rule
 from interlock.plan.join import Declarations, Situation, a2a_problem, candidates, exchanges, shared_layout
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ class Experts:
 
 
 def decide_a2a(
-    options: Options, card: ModelCard, declared: Declarations, here: Situation
+    options: Options, card: ModelCard, declared: Declarations, here: Situation, tp: int
 ) -> tuple[Decided[str], A2ABackend]:
-    """The a2a backend, checked against everything but the EP size."""
-    name = text(options, "moe_a2a_backend")
+    """The a2a backend, checked against everything but the EP size. ``tp``: ranks of the world."""
+    name = asked_text(options, "moe_a2a_backend") or _auto_a2a(options, card, declared, here, tp)
     backend = declared.a2a[name.value]
     if card.experts is None and exchanges(backend):
         raise Refusal(
@@ -40,6 +40,33 @@ def decide_a2a(
         )
     _refuse_a2a(name.value, backend, declared, card, here)
     return name, backend
+
+
+def _auto_a2a(
+    options: Options, card: ModelCard, declared: Declarations, here: Situation, tp: int
+) -> Decided[str]:
+    """Where --ep-size spreads the experts: the backend of highest declared priority that works here with some
+    runner. Nothing is exchanged otherwise, and where none does."""
+    still = next(backend.name for backend in declared.a2a.values() if not exchanges(backend))
+    if card.experts is None:
+        return rule(still, "the model has no experts")
+    ep = asked_integer(options, "ep_size")
+    if ep is None or ep.value < 2:
+        return rule(still, "no --ep-size spreads the experts over ranks")
+    verdicts = []
+    for backend in sorted(declared.a2a.values(), key=lambda backend: (-backend.priority, backend.name)):
+        if backend.priority == 0:
+            continue
+        problem = a2a_problem(backend, here.with_ep_size(ep.value))
+        if problem is None and backend.requires_full_ep and ep.value != tp:
+            problem = f"needs different experts on every rank, and --ep-size {ep.value} is not {tp}"
+        if problem is None and all(found for _, found in candidates(backend, declared.runners, here)):
+            problem = "has no runner here"
+        if problem is None:
+            passed = f" (passed over: {'; '.join(verdicts)})" if verdicts else ""
+            return rule(backend.name, f"--ep-size {ep.value} spreads the experts{passed}")
+        verdicts.append(f"{backend.name} {problem}")
+    return rule(still, f"nothing that exchanges is chosen by itself here: {'; '.join(verdicts)}")
 
 
 def check_a2a(backend: A2ABackend, card: ModelCard, declared: Declarations, here: Situation) -> None:

@@ -95,7 +95,7 @@ def _resolve(
     linears = decide_linear_formats(
         options, card, facts, world, kernels=compute.kernels.value, dtype=compute.dtype.value
     )
-    a2a, backend = decide_a2a(options, card, declared, situation)
+    a2a, backend = decide_a2a(options, card, declared, situation, world.tp_size.value)
     a2a_mode = decide_a2a_mode(options, backend, declared.a2a, world.nnodes.value)
     experts = decide_experts(options, card, backend, declared, situation)
     runner = declared.runners.get(experts.runner.value)

@@ -17,6 +17,8 @@ BACKEND = A2ABackend(
     packages=("triton",),
     capturable=frozenset({Phase.DECODE}),
     fixed_capacity=True,
+    min_capability=(8, 0),
+    priority=10,
     buffer_bytes=buffer_bytes,
     dispatcher="interlock.moe.a2a.symmetric.dispatcher:Symmetric",
 )
