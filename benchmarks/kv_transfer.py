@@ -6,7 +6,7 @@
 ``speed``: bytes a second of ``KVSender.write`` into another process, for the pieces that the copy planner
 makes of random pages: equal TP sizes (whole rows), and unequal ones (a part of every row, scattered). Beside
 each the measure of the same moment: one ``memcpy`` of as many bytes for ``shared_memory``, loopback TCP
-between two processes for the others. Every byte is compared at the end.
+between two processes for the others, on a GPU a copy to page-locked memory. Every byte is checked at the end.
 
 ``overlap``: a prefill and a decode engine, long prompts one after another; how much of the time of the copies
 passed while the next chunk was computed, and how much the first token waited for.
@@ -83,10 +83,13 @@ def pieces_of(shape: Shape, args: argparse.Namespace) -> tuple[CacheLayout, Cach
     return prefill, decode, CopyPlanner(prefill, decode, sender=0, receiver=0).pieces(span, None)
 
 
-def receive(name: str, sizes: Sequence[int], pipe: Connection) -> None:
+def receive(name: str, device: str, sizes: Sequence[int], pipe: Connection) -> None:
     """The decode side, in a process of its own: answers each message with a sum of its bytes."""
     receiver = load_symbol(transfer_backends().get(name).receiver)(HOST)
-    buffers = receiver.allocate(sizes)
+    if device == "cpu":
+        buffers = receiver.allocate(sizes)
+    else:
+        buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
     pipe.send(receiver.register(buffers))
     while pipe.recv():
         pipe.send([digest(each) for each in buffers])
@@ -95,7 +98,7 @@ def receive(name: str, sizes: Sequence[int], pipe: Connection) -> None:
 
 def digest(buffer: torch.Tensor) -> tuple[int, int]:
     """Two sums of a buffer's bytes, one with weights that tell places apart."""
-    values = buffer.numpy().astype(np.int64)
+    values = buffer.cpu().numpy().astype(np.int64)
     return int(values.sum()), int((values * (np.arange(len(values)) % 8191)).sum())
 
 
@@ -117,11 +120,11 @@ def ends(
     """A sender, the number of its receiver, and what asks for the receiver's digests."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    child = context.Process(target=receive, args=(name, sizes, theirs))
+    child = context.Process(target=receive, args=(name, device, sizes, theirs))
     child.start()
     sender = load_symbol(transfer_backends().get(name).sender)(HOST)
     try:
-        sender.register(mine)
+        sender.register([each.to(device) for each in mine])
         number = sender.connect(pipe.recv(), sizes)
 
         def ask() -> Any:
@@ -151,6 +154,13 @@ def memcpy(nbytes: int) -> Iterator[Callable[[], object]]:
     source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
     target = torch.zeros(nbytes, dtype=torch.uint8)
     yield lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+
+
+@contextmanager
+def device_to_host(nbytes: int) -> Iterator[Callable[[], object]]:
+    source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    target = torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
+    yield lambda: target.copy_(source)
 
 
 def drain(pipe: Connection, nbytes: int) -> None:
@@ -193,10 +203,15 @@ def speed(args: argparse.Namespace) -> None:
     rows = []
     for name in args.backends.split(","):
         title, reference = ("memcpy", memcpy) if name == "shared_memory" else ("loopback TCP", loopback)
+        if args.device != "cpu":
+            title, reference = "pinned device to host", device_to_host
         for shape in SHAPES:
             prefill, decode, pieces = pieces_of(shape, args)
             mine = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in prefill.sizes()]
-            with reference(pieces.nbytes) as plain, ends(name, mine, decode.sizes()) as (sender, number, ask):
+            with (
+                reference(pieces.nbytes) as plain,
+                ends(name, args.device, mine, decode.sizes()) as (sender, number, ask),
+            ):
                 works = [plain, partial(sender.write, number, pieces)]
                 due, delivered = rates(works, pieces.nbytes, args.repeats)
                 if ask() != expected(mine, pieces, decode.sizes()):
@@ -223,6 +238,7 @@ def main() -> None:
     verbs = parser.add_subparsers(required=True)
     first = verbs.add_parser("speed")
     first.add_argument("--backends", default="shared_memory")
+    first.add_argument("--device", default="cpu")
     first.add_argument("--mib", type=int, default=256)
     first.add_argument("--repeats", type=int, default=15)
     first.add_argument("--layers", type=int, default=8)
