@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_WHITESPACE = 32
 """Blanks between two tokens of JSON; without a limit a model may write them for ever."""
 CACHE_BYTES_PER_TOKEN = 256
-LEAST_CACHE_BYTES = 4 << 20
+LEAST_CACHE_BYTES = 1 << 20
 MAX_THREADS = 4
 SHOWN_CHARS = 500
 """Of what the compiler says; it may repeat the whole grammar."""
