@@ -28,6 +28,10 @@ Arms = Annotated[
     list[str] | None,
     typer.Option("--arm", metavar='NAME="OPTIONS"', help="Launch options of one arm; give it several times."),
 ]
+RanksPerGpu = Annotated[
+    int | None,
+    typer.Option(help="Rehearsal: ranks that share a GPU, in arms that do not say; no speeds.", min=1),
+]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, demo or tiny-random.")]
 Rounds = Annotated[int, typer.Option(help="Times that every arm is measured, in turn.", min=1)]
 Seed = Annotated[
@@ -51,6 +55,7 @@ def decode(
     settle: Annotated[int, typer.Option(help="Full steps before those, which do not count.", min=0)] = 2,
     rounds: Rounds = 3,
     seed: Seed = None,
+    ranks_per_gpu: RanksPerGpu = None,
     one_at_a_time: Annotated[
         bool,
         typer.Option("--one-at-a-time", help="Restart the arms in every round, even if all fit in memory."),
@@ -69,7 +74,7 @@ def decode(
     from interlock.bench.tables import decode_table
 
     load = _begin(plot)
-    arms, facts = parse_arms(arm or []), _facts()
+    arms, facts = parse_arms(arm or [], ranks_per_gpu=ranks_per_gpu), _facts()
     spec = DecodeSpec(
         batches=_integers("--batch", batch),
         context=context,
@@ -103,6 +108,7 @@ def prefill(
     prompts: Annotated[int, typer.Option(help="Prompts of one run; 0: enough for four chunks.", min=0)] = 0,
     rounds: Rounds = 3,
     seed: Seed = None,
+    ranks_per_gpu: RanksPerGpu = None,
     one_at_a_time: Annotated[
         bool,
         typer.Option("--one-at-a-time", help="Restart the arms in every round, even if all fit in memory."),
@@ -120,7 +126,7 @@ def prefill(
     from interlock.bench.tables import prefill_table
 
     load = _begin(plot)
-    arms, facts = parse_arms(arm or []), _facts()
+    arms, facts = parse_arms(arm or [], ranks_per_gpu=ranks_per_gpu), _facts()
     spec = PrefillSpec(
         chunks=_integers("--chunk", chunk),
         prompt_tokens=prompt_tokens,

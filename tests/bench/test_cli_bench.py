@@ -193,3 +193,17 @@ def test_arms_are_complete_in_themselves(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (arm.options.integer("tp_size"), arm.options.integer("ep_size")) == (1, 1)
     with pytest.raises(Refusal):
         parse_arms(["a=--port 1 --what"])
+
+
+def test_a_rehearsal_is_asked_for_in_all_arms_at_once() -> None:
+    own, other = parse_arms(["own=--tp-size 4 --ranks-per-gpu 2", "other=--tp-size 4"], ranks_per_gpu=4)
+    assert (own.text, other.text) == ("--tp-size 4 --ranks-per-gpu 2", "--tp-size 4 --ranks-per-gpu 4")
+    assert (own.options.integer("ranks_per_gpu"), other.options.integer("ranks_per_gpu")) == (2, 4)
+    assert parse_arms([], ranks_per_gpu=4)[0].text == "--ranks-per-gpu 4"
+    assert parse_arms([])[0].text == ""
+
+
+def test_a_rehearsal_on_a_cpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    arm = ("--arm", f"ep2={SMALL} --tp-size 2 --device cpu")
+    assert run(["bench", "decode", "tiny-random", *arm, "--ranks-per-gpu", "2", "--no-plot"]) == 2
+    assert "on a CPU the ranks share the machine without this option" in capsys.readouterr().err

@@ -25,18 +25,30 @@ class ArmSpec:
     options: Options
 
 
-def parse_arms(texts: Sequence[str]) -> list[ArmSpec]:
+def parse_arms(texts: Sequence[str], *, ranks_per_gpu: int | None = None) -> list[ArmSpec]:
     """``name=OPTIONS`` for each arm; without any, one arm of default options.
+
+    Args:
+        ranks_per_gpu: of arms that do not set it themselves.
 
     Raises:
         Refusal: an arm without a name, a name given twice, or options that are not.
     """
     arms = [_parse_arm(text) for text in texts] or [ArmSpec("default", "", Options({}))]
+    if ranks_per_gpu is not None:
+        arms = [_rehearsed(arm, ranks_per_gpu) for arm in arms]
     names = [arm.name for arm in arms]
     for name in names:
         if names.count(name) > 1:
             raise Refusal(option="--arm", given=name, rule="two arms cannot have the same name")
     return arms
+
+
+def _rehearsed(arm: ArmSpec, ranks_per_gpu: int) -> ArmSpec:
+    if arm.options.is_set("ranks_per_gpu"):
+        return arm
+    text = f"{arm.text} --ranks-per-gpu {ranks_per_gpu}".strip()
+    return ArmSpec(arm.name, text, options_of(text, f"--arm {arm.name}"))
 
 
 def _parse_arm(text: str) -> ArmSpec:
