@@ -1,15 +1,11 @@
 """What the transfer of keys and values between a prefill and a decode server delivers.
 
     python benchmarks/kv_transfer.py speed [--backends shared_memory,mooncake,nixl] [--mib 256] [--out FILE]
-    python benchmarks/kv_transfer.py overlap [--model tiny-random] [--prompt 1900] [--backends ...]
 
 ``speed``: bytes a second of ``KVSender.write`` into another process, for the pieces that the copy planner
 makes of random pages: equal TP sizes (whole rows), and unequal ones (a part of every row, scattered). Beside
 each the measure of the same moment: one ``memcpy`` of as many bytes for ``shared_memory``, loopback TCP
 between two processes for the others, on a GPU a copy to page-locked memory. Every byte is checked at the end.
-
-``overlap``: a prefill and a decode engine, long prompts one after another; how much of the time of the copies
-passed while the next chunk was computed, and how much the first token waited for.
 """
 
 from __future__ import annotations
@@ -113,10 +109,11 @@ def expected(mine: Sequence[torch.Tensor], pieces: Pieces, sizes: Sequence[int])
     return [digest(each) for each in theirs]
 
 
+Ends = tuple[KVSender, int, Callable[[], Any]]
+
+
 @contextmanager
-def ends(
-    name: str, mine: Sequence[torch.Tensor], sizes: Sequence[int]
-) -> Iterator[tuple[KVSender, int, Any]]:
+def ends(name: str, device: str, mine: Sequence[torch.Tensor], sizes: Sequence[int]) -> Iterator[Ends]:
     """A sender, the number of its receiver, and what asks for the receiver's digests."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()

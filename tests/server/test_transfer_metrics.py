@@ -29,6 +29,7 @@ STATS = TransferStats(
     copies_total=25,
     bytes_total=1 << 33,
     seconds_total=1.25,
+    exposed_seconds_total=0.25,
     copy_failures_total=2,
 )
 

@@ -178,6 +178,8 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         tokens_total: prompt tokens whose keys and values were ordered to move (prefill) or moved (decode).
         copies_total, bytes_total, seconds_total, copy_failures_total: of a prefill replica, summed over its
             ranks; seconds are those spent writing.
+        exposed_seconds_total: for which computed prompts waited for their last pages: what the computing of
+            chunks did not hide of a transfer.
     """
 
     role: str = ""
@@ -193,6 +195,7 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     bytes_total: int = 0
     seconds_total: float = 0.0
     copy_failures_total: int = 0
+    exposed_seconds_total: float = 0.0
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

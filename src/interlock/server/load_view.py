@@ -100,7 +100,9 @@ def load_json(engine: EngineClient, live: int) -> dict[str, Any]:
 
 def _transfer(transfer: TransferStats) -> dict[str, Any]:
     shown: dict[str, Any] = msgspec.structs.asdict(transfer)
-    return shown | {"seconds_total": round(transfer.seconds_total, 6)}
+    return shown | {
+        name: round(getattr(transfer, name), 6) for name in ("seconds_total", "exposed_seconds_total")
+    }
 
 
 def experts_json(engine: EngineClient) -> dict[str, Any]:

@@ -34,6 +34,10 @@ _COUNTERS: Final[Mapping[str, Stat]] = MappingProxyType(
         "interlock:kv_transfer_copies": ("Copies, one for each rank and chunk.", lambda t: t.copies_total),
         "interlock:kv_transfer_bytes": ("Bytes written to decode servers.", lambda t: t.bytes_total),
         "interlock:kv_transfer_seconds": ("Seconds spent writing them.", lambda t: t.seconds_total),
+        "interlock:kv_transfer_exposed_seconds": (
+            "Seconds for which computed prompts waited for their last pages.",
+            lambda t: t.exposed_seconds_total,
+        ),
         "interlock:kv_transfer_failures": ("Copies that failed.", lambda t: t.copy_failures_total),
     }
 )

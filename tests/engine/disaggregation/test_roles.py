@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from interlock.engine.disaggregation.half import Deadlines
 from interlock.engine.disaggregation.wire import Copy, Ended, HandOver, Matched, Message, Reserve
 from interlock.engine.messages import TokenDelta
-from tests.engine.disaggregation.pair import DEADLINES, Pair
+from tests.engine.disaggregation.pair import DEADLINES, STEP_SECONDS, Pair
 from tests.engine.simulation import LONG, prompt_of
 
 
@@ -423,6 +423,31 @@ def test_a_lost_connection_quarantines_pages_for_a_while() -> None:
     pair.network.stalled = False
     pair.run()
     serves(pair)
+
+
+def test_only_what_a_computed_prompt_waits_for_is_exposed() -> None:
+    """A copy that is done before the prompt is computed costs nothing; the wait for the last one counts."""
+    pair = Pair()
+    name = pair.add(prompt_of(90), max_tokens=4, **LONG)
+    pair.network.stalled = True
+    paused(pair, name, "p:SENDING")
+    assert len(pair.network.copies) == 3, "each chunk's pages leave by themselves"
+    for _ in range(20):
+        pair.tick()
+        pair.talk()
+    assert pair.p.stats().exposed_seconds_total == 0
+    pair.network.stalled = False
+    pair.move()
+    waited = pair.p.stats().exposed_seconds_total
+    assert waited == pytest.approx(20 * STEP_SECONDS)
+    pair.run()
+    pair.add(prompt_of(90, salt=3), max_tokens=4, **LONG)
+    while pair.busy:
+        pair.talk()
+        pair.tick()
+        pair.move()
+    assert pair.p.stats().handed_over_total == 2
+    assert pair.p.stats().exposed_seconds_total == waited
 
 
 def test_each_half_tells_what_its_transfers_hold() -> None:

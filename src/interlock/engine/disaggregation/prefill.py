@@ -68,7 +68,8 @@ class CopyService(Protocol):
 
 @dataclass(slots=True)
 class _Job:
-    """One key. ``request``: in the scheduler; ``copies``: not finished ones; ``result``: once computed."""
+    """One key. ``request``: in the scheduler; ``copies``: not finished ones; ``result``: once computed, at
+    ``computed`` of the clock."""
 
     key: Key
     state: State
@@ -82,6 +83,7 @@ class _Job:
     sent: int = 0
     copies: set[int] = field(default_factory=set)
     result: TokenDelta | None = None
+    computed: float = 0.0
     error: str = ""
     refused: bool = False
 
@@ -116,6 +118,7 @@ class PrefillRole(Half[_Job]):
         self._jobs: dict[Key, _Job] = {}
         self._by_copy: dict[int, _Job] = {}
         self._copies = 0
+        self._exposed = 0.0
         scheduler.hands_over = True
         scheduler.on_chunk = self._on_chunk
 
@@ -167,6 +170,7 @@ class PrefillRole(Half[_Job]):
                 self._fail(job, each.error or "", refused=each.refused)
             else:
                 job.result = each
+                job.computed = self._now()
                 self._enter(job, State.SENDING)
                 self._say(job, Sending(key=job.key))
                 self._finish_if_quiet(job)
@@ -194,6 +198,7 @@ class PrefillRole(Half[_Job]):
             pages_held=sum(pages.values()),
             pages_quarantined=sum(over),
             copies_pending=len(self._by_copy),
+            exposed_seconds_total=self._exposed,
         )
 
     # ---- the decode server
@@ -319,6 +324,7 @@ class PrefillRole(Half[_Job]):
             self._say(job, self._hand_over(job, job.result))
             self._told.append(msgspec.structs.replace(job.result, finish_reason="length", stop_token_id=None))
             self._handed_over += 1
+            self._exposed += self._now() - job.computed
             self._forget(job)
         elif job.state is State.FAILED:
             self._say(job, Ended(key=job.key, error=job.error, refused=job.refused))

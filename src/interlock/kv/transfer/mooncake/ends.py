@@ -139,7 +139,8 @@ class MooncakeTarget:
         return MooncakeLanding(self._engine, where, self._timeout, self._retired)
 
     def close(self) -> None:
-        return
+        """Ends the engine's threads here and now: they may not be left to the end of the process."""
+        self._engine = None
 
 
 class MooncakeLanding:

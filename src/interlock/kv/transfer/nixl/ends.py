@@ -55,6 +55,9 @@ def start_agent(role: str) -> Any:
         from nixl_cu13._api import nixl_agent, nixl_agent_config
     except ImportError as error:
         raise StartupError(f"NIXL cannot be loaded: {error} (pip install nixl-cu13)") from None
+    library = logging.getLogger("nixl")
+    library.handlers.clear()  # it writes to standard output; its lines belong in our log
+    library.propagate = True
     name = f"interlock-{role}-{secrets.token_hex(8)}"
     try:
         return nixl_agent(name, nixl_agent_config(backends=[PLUGIN]))
@@ -122,7 +125,7 @@ class NixlTarget:
         return NixlLanding(self._agent, name, where, self._timeout, self._retired)
 
     def close(self) -> None:
-        return
+        self._agent = None
 
 
 class NixlLanding:

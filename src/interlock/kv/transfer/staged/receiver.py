@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Queue
@@ -27,7 +27,7 @@ LEASE_SECONDS = 5.0
 """A part that takes longer to fetch is not written but asked for again."""
 
 SCATTER_SECONDS = 2.0
-CLOSE_SECONDS = 2.0
+CLOSE_SECONDS = 5.0
 MOST_STAGING = 1 << 30
 _SECRET_BYTES = 16
 
@@ -78,8 +78,7 @@ class StagedReceiver:
             raise StartupError(
                 f"--host: cannot listen for pages on {self._host}: {error.strerror or error}"
             ) from None
-        name = "interlock-kv-accept"
-        threading.Thread(target=self._accept, args=(self._server,), name=name, daemon=True).start()
+        self._run("interlock-kv-accept", self._accept, self._server)
         where = Where(
             host=self._host,
             port=self._server.getsockname()[1],
@@ -103,6 +102,12 @@ class StagedReceiver:
         if server is not None:
             self._carrier.close()
 
+    def _run(self, name: str, function: Callable[..., None], *arguments: object) -> None:
+        """In a thread that ``close`` waits for: none may be left in a library when the process ends."""
+        thread = threading.Thread(target=function, args=arguments, name=name, daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
     # ---- threads: one that accepts, one for each sender
 
     def _accept(self, server: socket.socket) -> None:
@@ -118,10 +123,7 @@ class StagedReceiver:
                     return
                 self._channels.add(channel)
                 self._threads = {each for each in self._threads if each.is_alive()}
-                name = "interlock-kv"
-                thread = threading.Thread(target=self._serve, args=(channel,), name=name, daemon=True)
-                self._threads.add(thread)
-                thread.start()
+                self._run("interlock-kv", self._serve, channel)
 
     def _serve(self, channel: Channel) -> None:
         landing: Landing | None = None
