@@ -7,7 +7,7 @@ import torch
 
 from interlock.kv.transfer.base import TransferError
 from interlock.kv.transfer.shared_memory.memory import Mapped, Pools, SharedPools
-from interlock.kv.transfer.staged.pinned import pin
+from interlock.kv.transfer.staged.pinned import pin, unpin
 
 
 class SharedSource:
@@ -47,7 +47,7 @@ class SharedTarget:
             raise TransferError("the prefill server's staging memory has another size than it says")
         if self._pinned:
             pin(mapped.buffers[0])
-        return SharedLanding(mapped.buffers[0])
+        return SharedLanding(mapped.buffers[0], pinned=self._pinned)
 
     def close(self) -> None:
         return
@@ -56,11 +56,14 @@ class SharedTarget:
 class SharedLanding:
     """``Landing``: the sender's memory itself."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, *, pinned: bool) -> None:
         self._memory = memory
+        self._pinned = pinned
 
     def fetch(self, start: int, nbytes: int) -> torch.Tensor:
         return self._memory[start : start + nbytes]
 
     def close(self) -> None:
-        return
+        if self._pinned:
+            unpin(self._memory)
+            self._pinned = False

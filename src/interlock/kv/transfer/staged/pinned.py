@@ -8,7 +8,7 @@ from interlock.errors import StartupError
 
 
 def pin(memory: torch.Tensor) -> None:
-    """Page-lock a CPU tensor's memory, for as long as the process has it.
+    """Page-lock a CPU tensor's memory until ``unpin``, which must come before the memory goes.
 
     Raises:
         StartupError: the driver refuses.
@@ -20,3 +20,9 @@ def pin(memory: torch.Tensor) -> None:
             f"{memory.nbytes} bytes of staging memory cannot be page-locked (CUDA error {int(status)}); "
             "raise the limit of locked memory (ulimit -l)"
         )
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Undo ``pin``."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(memory.data_ptr())

@@ -16,7 +16,7 @@ from interlock.kv.transfer.staged.carrier import SourceCarrier
 from interlock.kv.transfer.staged.channel import Answer, Channel, Closed, Greeting, Part, Where
 from interlock.kv.transfer.staged.mover import Blocks, Mover, mover
 from interlock.kv.transfer.staged.parts import parts
-from interlock.kv.transfer.staged.pinned import pin
+from interlock.kv.transfer.staged.pinned import pin, unpin
 
 SLOTS = 3
 SLOT_BYTES = 8 << 20
@@ -54,6 +54,7 @@ class StagedSender:
         self._sizes: list[int] = []
         self._mover: Mover | None = None
         self._slots: list[torch.Tensor] = []
+        self._pinned: torch.Tensor | None = None
         self._targets: dict[int, _Target] = {}
         self._next = 0
 
@@ -63,6 +64,7 @@ class StagedSender:
         staging = self._carrier.open(SLOTS * self._slot_bytes)
         if buffers and buffers[0].is_cuda:
             pin(staging)
+            self._pinned = staging
         self._slots = [staging[i * self._slot_bytes :][: self._slot_bytes] for i in range(SLOTS)]
 
     def connect(self, description: bytes, sizes: Sequence[int]) -> int:
@@ -103,6 +105,9 @@ class StagedSender:
     def close(self) -> None:
         for receiver in list(self._targets):
             self.disconnect(receiver)
+        if self._pinned is not None:
+            unpin(self._pinned)
+            self._pinned = None
         self._carrier.close()
 
     def _open(self, target: _Target) -> Channel:
