@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from interlock.structured import compiler as compiler_module
-from interlock.structured.compiler import (
-    LEAST_CACHE_BYTES,
-    SHOWN_CHARS,
-    GrammarCompiler,
-    GrammarError,
-    cache_bytes,
-    plain_message,
-)
+from interlock.structured.compiler import SHOWN_CHARS, GrammarCompiler, GrammarError, plain_message
 from interlock.structured.spec import GrammarSpec
 from tests.structured.walks import vocabulary
 
 pytest.importorskip("xgrammar")
 
 
-def test_a_stream_of_new_grammars_does_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every client may have schemas of its own: what the compiler keeps stays below its limit."""
-    limit = 200_000
-    monkeypatch.setattr(compiler_module, "cache_bytes", lambda _: limit)
+def test_nothing_is_kept_of_what_was_compiled() -> None:
+    """Every client may have schemas of its own, and the library's cache counts only a part of what it has."""
     compiler = GrammarCompiler(vocabulary())
-    sizes, compiled = [], 0
-    for count in range(1, 80):
-        spec = GrammarSpec(kind="regex", text=f"[a-z]{{{count}}}[0-9]")
-        compiled += compiler.compile(spec).memory_size_bytes
-        sizes.append(compiler._compiler(()).get_cache_size_bytes())
-    assert compiled > 3 * limit
-    assert max(sizes) <= 1.5 * limit, "the library counts what it keeps approximately"
-    assert max(sizes) > 0
-
-
-def test_the_cache_grows_with_the_vocabulary() -> None:
-    assert cache_bytes(512) == LEAST_CACHE_BYTES
-    assert cache_bytes(152_000) == 256 * 152_000
+    compiled = sum(
+        compiler.compile(GrammarSpec(kind="regex", text=f"[a-z]{{{count}}}[0-9]")).memory_size_bytes
+        for count in range(1, 20)
+    )
+    assert compiled > 0
+    assert compiler._compiler(()).get_cache_size_bytes() == 0
 
 
 def test_what_the_compiler_says_is_cut() -> None:

@@ -28,8 +28,8 @@ _log = logging.getLogger("interlock.engine")
 Int32s = npt.NDArray[np.int32]
 
 BYTES_AT_HAND_PER_TOKEN = 1024
-LEAST_BYTES_AT_HAND = 2 << 20
-"""Some 100 usual grammars of a large vocabulary; with a small one compiling takes no time."""
+LEAST_BYTES_AT_HAND = 4 << 20
+"""Some 100 usual grammars, whatever the vocabulary: their masks grow with it."""
 ROWS_FOR_THREADS = 4
 PREPARE_FROM_TOKENS = 8192
 """Vocabularies from this size on are made ready while weights are read; smaller ones take milliseconds."""

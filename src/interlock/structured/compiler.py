@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 MAX_WHITESPACE = 32
 """Blanks between two tokens of JSON; without a limit a model may write them for ever."""
-CACHE_BYTES_PER_TOKEN = 256
-LEAST_CACHE_BYTES = 1 << 20
 MAX_THREADS = 4
 SHOWN_CHARS = 500
 """Of what the compiler says; it may repeat the whole grammar."""
@@ -31,7 +29,10 @@ class GrammarError(InterlockError):
 
 
 class GrammarCompiler:
-    """Compiled grammars of one vocabulary, with a cache. Methods may be called from any one thread at a time.
+    """Compiles grammars for one vocabulary. Methods may be called from any one thread at a time.
+
+    The library's own cache is off: it holds several times what it counts towards its limit, so a stream of
+    new schemas would fill memory. Who calls keeps what is used again.
 
     Raises:
         GrammarError: xgrammar is not installed.
@@ -79,17 +80,9 @@ class GrammarCompiler:
                 vocab_size=len(self.vocabulary.tokens),
                 stop_token_ids=list(self.vocabulary.stop_ids),
             )
-            compiler = xgr.GrammarCompiler(
-                info, max_threads=self._threads, cache_limit_bytes=cache_bytes(len(self.vocabulary.tokens))
-            )
+            compiler = xgr.GrammarCompiler(info, max_threads=self._threads, cache_enabled=False)
             self._compilers[markers] = compiler
         return compiler
-
-
-def cache_bytes(vocab_size: int) -> int:
-    """Bytes that the compiler may keep of what it compiled: masks, which grow with the vocabulary, of rules
-    that the next grammar may have too. 32 typical grammars hit it as often as 200 do."""
-    return max(LEAST_CACHE_BYTES, CACHE_BYTES_PER_TOKEN * vocab_size)
 
 
 def plain_message(text: str) -> str:
