@@ -9,14 +9,18 @@ from dataclasses import replace
 import torch
 
 from interlock.kernels.registry import get_kernels
+from interlock.moe.a2a import deepep as legacy
+from interlock.moe.a2a import mooncake
 from interlock.moe.a2a.base import DispatcherSpec, MaskedRows
+from interlock.moe.a2a.deepep.dispatcher import DeepEp
 from interlock.moe.a2a.deepep_v2 import BACKEND
 from interlock.moe.a2a.deepep_v2.dispatcher import DeepEpV2
+from interlock.moe.a2a.mooncake.dispatcher import MooncakeEp
 from interlock.moe.conformance.backend_suite import RankFindings, run_backend_suite
 from interlock.moe.placement import place
 from interlock.moe.terms import Layout, Phase
 from interlock.parallel.topology import Groups
-from tests.moe import elastic_double
+from tests.moe import elastic_double, legacy_double
 
 ON_CPU = replace(
     BACKEND, devices=frozenset({"cpu"}), dispatcher="tests.moe.deepep_work:ElasticOnCpu", packages=()
@@ -30,9 +34,37 @@ class ElasticOnCpu(DeepEpV2):
         super().__init__(spec, ON_CPU)
 
 
+LEGACY_ON_CPU = replace(
+    legacy.BACKEND, devices=frozenset({"cpu"}), dispatcher="tests.moe.deepep_work:LegacyOnCpu"
+)
+MOONCAKE_ON_CPU = replace(
+    mooncake.BACKEND, devices=frozenset({"cpu"}), dispatcher="tests.moe.deepep_work:MooncakeOnCpu"
+)
+
+
+class LegacyOnCpu(DeepEp):
+    def __init__(self, spec: DispatcherSpec) -> None:
+        super().__init__(spec, LEGACY_ON_CPU)
+
+
+class MooncakeOnCpu(MooncakeEp):
+    def __init__(self, spec: DispatcherSpec) -> None:
+        super().__init__(spec, MOONCAKE_ON_CPU)
+
+
 def conformance(groups: Groups, cases: int, seed: int) -> RankFindings:
     sys.modules["deep_ep"] = elastic_double.module()
     return run_backend_suite(ON_CPU, groups, device="cpu", cases=cases, seed=seed)
+
+
+def legacy_conformance(groups: Groups, cases: int, seed: int) -> RankFindings:
+    sys.modules["deep_ep"] = legacy_double.deep_ep()
+    return run_backend_suite(LEGACY_ON_CPU, groups, device="cpu", cases=cases, seed=seed)
+
+
+def mooncake_conformance(groups: Groups, cases: int, seed: int) -> RankFindings:
+    sys.modules["mooncake.mooncake_ep_buffer"] = legacy_double.mooncake()
+    return run_backend_suite(MOONCAKE_ON_CPU, groups, device="cpu", cases=cases, seed=seed)
 
 
 def graph_replays(groups: Groups, replays: int) -> tuple[int, list[int], str]:

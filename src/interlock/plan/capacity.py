@@ -7,6 +7,7 @@ which every rank holds all tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -87,6 +88,23 @@ def refuse_capacity_without_experts(options: Options) -> None:
                 given=given.value,
                 rule="this model has no experts, so the option would have no effect",
                 alternatives=[f"{_flag(name)} auto"],
+            )
+
+
+def refuse_capacity_beyond(most: Mapping[Phase, int], backend: str, limits: Limits, split: int) -> None:
+    """Refuse a T that the a2a backend cannot dispatch; ``split`` attention-TP ranks share tokens out."""
+    rows = (
+        (Phase.PREFILL, limits.prefill_capacity, "moe_prefill_capacity", "chunked_prefill_size"),
+        (Phase.DECODE, limits.decode_capacity, "moe_decode_capacity", "max_running_requests"),
+    )
+    for phase, decided, capacity, limit in rows:
+        if phase in most and decided.value > most[phase]:
+            raise Refusal(
+                option=_flag(capacity),
+                given=decided.value,
+                rule=f"--moe-a2a-backend {backend} dispatches at most {most[phase]} tokens of a rank in "
+                f"{phase}; T follows from {_flag(limit)}",
+                alternatives=[f"{_flag(limit)} {most[phase] * split}"],
             )
 
 

@@ -12,7 +12,12 @@ from interlock.options import Options
 from interlock.plan import decided as from_
 from interlock.plan.a2a_buffers import Exchange, buffer_bytes
 from interlock.plan.a2a_mode import decide_a2a_mode
-from interlock.plan.capacity import Limits, decide_limits, refuse_capacity_without_experts
+from interlock.plan.capacity import (
+    Limits,
+    decide_limits,
+    refuse_capacity_beyond,
+    refuse_capacity_without_experts,
+)
 from interlock.plan.card import ModelCard
 from interlock.plan.cut import cut_card
 from interlock.plan.decided import Decided, asked_text, from_model, rule
@@ -117,6 +122,7 @@ def _resolve(
     )
     mode = disaggregation.mode.value
     limits = decide_limits(options, world, experts, compute.device.value, mode)
+    refuse_capacity_beyond(backend.max_capacity, backend.name, limits, world.attn_tp_size)
     slices = Slices(
         attn_tp=world.attn_tp_size,
         ep=ep.value,

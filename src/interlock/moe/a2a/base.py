@@ -97,6 +97,9 @@ class Site(Protocol):
     def ep_size(self) -> int | None: ...
 
     @property
+    def hidden_size(self) -> int: ...
+
+    @property
     def facts(self) -> SiteFacts: ...
 
 
@@ -136,6 +139,7 @@ class A2ABackend:
         result_dtypes: dtypes that results can come home in.
         even_experts: the number of experts must be a multiple of the number of ranks.
         max_top_k, max_local_experts: most experts a token, most experts on a rank; None for any.
+        max_capacity: most T of a phase, where there is a limit.
         min_capability: least compute capability of a GPU.
         modes: ways of exchanging that the user chooses between, None for one way.
         check: why it cannot be used at a site, beyond what the fields say, or None: one line that ends in
@@ -170,6 +174,7 @@ class A2ABackend:
     even_experts: bool = False
     max_top_k: int | None = None
     max_local_experts: int | None = None
+    max_capacity: Mapping[Phase, int] = field(default_factory=dict)
     min_capability: tuple[int, int] = (0, 0)
     modes: Modes | None = None
     check: Callable[[Site], str | None] | None = None

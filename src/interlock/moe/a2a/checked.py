@@ -220,6 +220,9 @@ def _check_spec(spec: DispatcherSpec, declaration: A2ABackend) -> None:
             f"{name} needs a hidden size that is a multiple of {declaration.hidden_multiple}, "
             f"not {spec.hidden_size}"
         )
+    for phase, most in declaration.max_capacity.items():
+        if spec.capacity.get(phase, 0) > most:
+            raise ContractError(f"{name} dispatches at most {most} tokens in {phase.value}")
     problem = routing_problem(declaration, ranks, spec.num_experts, spec.top_k)
     if problem:
         raise ContractError(f"{name} {problem}")

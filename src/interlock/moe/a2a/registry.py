@@ -13,6 +13,9 @@ BUILT_IN = (
     "interlock.moe.a2a.shared_memory:BACKEND",
     "interlock.moe.a2a.symmetric:BACKEND",
     "interlock.moe.a2a.deepep_v2:BACKEND",
+    "interlock.moe.a2a.deepep:BACKEND",
+    "interlock.moe.a2a.mooncake:BACKEND",
+    "interlock.moe.a2a.ascend_fuseep:BACKEND",
 )
 
 

@@ -14,6 +14,7 @@ import torch
 from interlock.errors import EngineDeadError, StartupError
 from interlock.moe.a2a.base import DispatcherSpec
 from interlock.moe.a2a.checked import buffer_shape
+from interlock.moe.a2a.deepep.library import closed_to_torch_fills, load_library
 from interlock.moe.a2a.deepep.package import how_to_install
 from interlock.moe.a2a.deepep_v2.fitness import DISABLE_GIN, NCCL_ROOT
 from interlock.moe.a2a.deepep_v2.sizes import HYBRID, symmetric_bytes
@@ -28,28 +29,9 @@ class _TorchGroup(Protocol):
     process_group: Any
 
 
-def load_library() -> Any:
-    """The module ``deep_ep``, checked to have what is used of it.
-
-    Raises:
-        StartupError: it cannot be imported here, or is of another generation.
-    """
-    try:
-        library: Any = importlib.import_module("deep_ep")
-    except Exception as error:  # the package asserts on import, and a broken build raises what it likes
-        first = (str(error) or type(error).__name__).splitlines()[0]
-        raise StartupError(
-            f"{BACKEND_FLAG}: deep_ep cannot be imported: {first}. {_way_out(str(error))}"
-        ) from error
-    if not hasattr(library, "ElasticBuffer"):
-        version = getattr(library, "__version__", "of an unknown version")
-        raise StartupError(f"{BACKEND_FLAG}: deep_ep {version} has no ElasticBuffer: {how_to_install()}")
-    if library.topk_idx_t != torch.int64:
-        raise StartupError(
-            f"{BACKEND_FLAG}: deep_ep was built for {library.topk_idx_t} expert ids, and Interlock sends "
-            "torch.int64: build it without EP_NUM_TOPK_IDX_BITS"
-        )
-    return library
+def load_elastic() -> Any:
+    """The module ``deep_ep`` with ElasticBuffer. Raises StartupError."""
+    return load_library(BACKEND_FLAG, "ElasticBuffer", _way_out)
 
 
 def open_buffer(library: Any, spec: DispatcherSpec) -> Any:
@@ -141,10 +123,9 @@ def header_version(header: Path) -> tuple[int, ...]:
 @contextmanager
 def library_call(what: str, step: int) -> Iterator[None]:
     """Around calls of the library: its time-outs name the late ranks, and its demands on torch are met."""
-    filling = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it refuses to run beside these fills
     try:
-        yield
+        with closed_to_torch_fills():
+            yield
     except RuntimeError as error:
         text = str(error)
         if "CPU wait" in text:
@@ -154,8 +135,6 @@ def library_call(what: str, step: int) -> Iterator[None]:
                 f"{named} did not reach the {what} of step {step} in time: {text}"
             ) from error
         raise
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filling
 
 
 def late_ranks(text: str) -> list[int]:

@@ -28,7 +28,7 @@ from interlock.moe.a2a.base import (
 )
 from interlock.moe.a2a.checked import ROW_DTYPES, CheckedDispatcher, buffer_shape
 from interlock.moe.a2a.deepep_v2 import BACKEND
-from interlock.moe.a2a.deepep_v2.buffer import library_call, load_library, open_buffer
+from interlock.moe.a2a.deepep_v2.buffer import library_call, load_elastic, open_buffer
 from interlock.moe.a2a.deepep_v2.expansion import Lanes, ordered_lanes
 from interlock.moe.a2a.deepep_v2.row_copies import Target, copy_lanes
 from interlock.moe.a2a.deepep_v2.sizes import DIRECT, HYBRID, fixed_bytes
@@ -60,7 +60,7 @@ class DeepEpV2(CheckedDispatcher):
 
     def __init__(self, spec: DispatcherSpec, declaration: A2ABackend = BACKEND) -> None:
         super().__init__(spec, declaration)
-        self._buffer: Any = open_buffer(load_library(), spec)
+        self._buffer: Any = open_buffer(load_elastic(), spec)
         self._local = len(spec.local_experts)
         self._slab = _slab(spec, max(map(self._slab_rows, spec.capacity)) * self._local)
         self.buffer_bytes = fixed_bytes(buffer_shape(spec))
