@@ -112,6 +112,7 @@ class FollowerLoop:
             self._activity.next_iteration()
             if isinstance(message, bytes):
                 self._activity.enter("computing")
+                self._runner.context.moe.check()
                 self._runner.follow(decode_arrays(message))
 
 
@@ -218,7 +219,9 @@ class LeaderLoop:
         self._land(flight)
 
     def _land(self, flight: _Flight) -> None:
-        deltas = self._role.collect(self._scheduler.commit(flight.batch, flight.step.result()))
+        sampled = flight.step.result()
+        self._runner.context.moe.check()
+        deltas = self._role.collect(self._scheduler.commit(flight.batch, sampled))
         self._report(self._early + deltas, self._record(flight) if self._records_steps else None)
         self._early = []
         self._turn_begun = time.monotonic()

@@ -15,7 +15,7 @@ from interlock.engine.step import Step
 from interlock.errors import CheckpointError
 from interlock.kernels.base import Kernels
 from interlock.kernels.fp8_blocks import Fp8Blocks
-from interlock.moe.a2a.base import Dispatcher, DispatcherReceipt, ExpertInput, ReplicatedRows
+from interlock.moe.a2a.base import Dispatcher, DispatcherReceipt, ExpertInput, FindsLater, ReplicatedRows
 from interlock.moe.experts.base import (
     ExpertFill,
     ExpertRunner,
@@ -86,6 +86,13 @@ class MoEContext:
     def receipt(self) -> DispatcherReceipt:
         """What exchanges the steps, as it observed itself."""
         return (self.overlap or self.dispatcher).observed()
+
+    def check(self) -> None:
+        """Raise what the exchange has found in steps that have ended: their results mean nothing then."""
+        dispatchers = self.overlap.dispatchers if self.overlap else (self.dispatcher,)
+        for dispatcher in dispatchers:
+            if isinstance(dispatcher, FindsLater):
+                dispatcher.check()
 
     def close(self) -> None:
         """Free the dispatcher's buffers."""

@@ -53,7 +53,7 @@ def _auto_a2a(
     ep = asked_integer(options, "ep_size")
     if ep is None or ep.value < 2:
         return rule(still, "no --ep-size spreads the experts over ranks")
-    verdicts = []
+    verdicts: list[str] = []
     for backend in sorted(declared.a2a.values(), key=lambda backend: (-backend.priority, backend.name)):
         if backend.priority == 0:
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from interlock.errors import InterlockError
 from interlock.moe.terms import Layout, Phase
@@ -356,6 +356,20 @@ class DispatcherReceipt:
     combines: int
     mode: str = ""
     extra: Mapping[str, object] = field(default_factory=dict)
+
+
+@runtime_checkable
+class FindsLater(Protocol):
+    """A dispatcher whose calls return before the device has done them, and find no error themselves."""
+
+    def check(self) -> None:
+        """Raise what the device has found in steps that have ended. Cheap; waits for nothing.
+
+        Raises:
+            EngineDeadError: names the rank that came too late, and for what.
+            ContractError: a call that the contract forbids, which only the device could see.
+        """
+        ...
 
 
 class Dispatcher(Protocol):
