@@ -50,11 +50,12 @@ def _a2a_table(backends: Iterable[A2ABackend]) -> str:
             _list(backend.layouts.get(Phase.DECODE, ())),
             _list(backend.row_dtypes),
             f"{backend.min_ranks} to {backend.max_ranks or 'any'}",
-            _list(backend.packages),
+            _list([*backend.packages, *backend.distributions[:1]]),
+            f"no: wants {backend.never_run}" if backend.never_run else "yes",
         )
         for backend in backends
     ]
-    head = ("backend", "how", "devices", "links", "prefill", "decode", "rows", "ranks", "needs")
+    head = ("backend", "how", "devices", "links", "prefill", "decode", "rows", "ranks", "needs", "ever run")
     return "\n## A2A backends\n" + _table(head, rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import lcm
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,6 +18,9 @@ from interlock.plan.join import (
     runner_problem,
     shared_layout,
 )
+
+if TYPE_CHECKING:
+    from interlock.moe.a2a.base import A2ABackend
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,10 +65,16 @@ def matrix(declared: Declarations, facts: MachineFacts, *, device: str, kernels:
                     )
 
 
+def _remark(backend: A2ABackend) -> str:
+    if backend.never_run:
+        return f" (never run: wants {backend.never_run})"
+    return "" if exchanges(backend) else " (moves no tokens)"
+
+
 def summaries(declared: Declarations) -> list[tuple[str, str, str]]:
-    """(kind, name, summary) of everything registered; what moves no tokens is said to."""
+    """(kind, name, summary) of everything registered; what moves no tokens or never ran is said to."""
     rows = [
-        ("a2a", backend.name, backend.summary + ("" if exchanges(backend) else " (moves no tokens)"))
+        ("a2a", backend.name, backend.summary + _remark(backend))
         for backend in declared.a2a.values()
     ]
     return rows + [("runner", runner.name, runner.summary) for runner in declared.runners.values()]
