@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: torch's CPU builds bring none")
 
-from interlock.moe.conformance.processes import run_ranks  # noqa: E402
-from tests.moe.symmetric import gpu_work  # noqa: E402
+from interlock.moe.conformance.processes import run_ranks
+from tests.moe.symmetric import gpu_work
 
 pytestmark = [
     pytest.mark.gpu,
