@@ -157,4 +157,4 @@ def _way_out(text: str) -> str:
             "NCCL must be the version that deep_ep was built with: preload it (LD_PRELOAD) and name its "
             f"folder in {NCCL_ROOT}"
         )
-    return how_to_install().capitalize()
+    return how_to_install()
