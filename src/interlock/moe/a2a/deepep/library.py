@@ -42,9 +42,10 @@ def load_library(flag: str, wanted: str, advice: Callable[[str], str] | None = N
 @contextmanager
 def closed_to_torch_fills() -> Iterator[None]:
     """Without torch's filling of uninitialised memory, beside which the library refuses to run."""
-    filling = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings: Any = torch.utils.deterministic
+    filling = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filling
+        settings.fill_uninitialized_memory = filling

@@ -102,7 +102,8 @@ def check_nccl(library: Any, spec: DispatcherSpec) -> None:
         return
     root = importlib.import_module("deep_ep.utils.find_pkgs").find_nccl_root(optional=True)
     compiled = header_version(Path(root or "") / "include" / "nccl.h")
-    loaded = tuple(torch.cuda.nccl.version())
+    nccl: Any = torch.cuda.nccl
+    loaded = tuple(nccl.version())
     if compiled and compiled != loaded:
         raise StartupError(
             f"{BACKEND_FLAG}: deep_ep compiles its kernels for NCCL {_dotted(compiled)} ({root}), and this "

@@ -204,21 +204,21 @@ class DeepEpV2(CheckedDispatcher):
 def _slab(spec: DispatcherSpec, rows: int) -> Target:
     """Uninitialised rows: what no lane fills may hold anything."""
     groups = -(-spec.hidden_size // 128)
-    place = {"device": spec.device}
+    device = spec.device
     return Target(
-        rows=torch.empty(rows, spec.hidden_size, dtype=ROW_DTYPES[spec.row_dtype], **place),
-        weights=torch.empty(rows, **place),
-        scales=torch.empty(rows, groups, **place) if spec.row_dtype == "fp8" else None,
+        rows=torch.empty(rows, spec.hidden_size, dtype=ROW_DTYPES[spec.row_dtype], device=device),
+        weights=torch.empty(rows, device=device),
+        scales=torch.empty(rows, groups, device=device) if spec.row_dtype == "fp8" else None,
     )
 
 
 def _row_for_nobody(spec: DispatcherSpec) -> Inputs:
     """One row without a destination: where the host waits for counts, an idle rank must take part too."""
     groups = -(-spec.hidden_size // 128)
-    place = {"device": spec.device}
+    device = spec.device
     return (
-        torch.zeros(1, spec.hidden_size, **place).to(ROW_DTYPES[spec.row_dtype]),
-        torch.full((1, spec.top_k), -1, **place),
-        torch.zeros(1, spec.top_k, **place),
-        torch.ones(1, groups, **place) if spec.row_dtype == "fp8" else None,
+        torch.zeros(1, spec.hidden_size, device=device).to(ROW_DTYPES[spec.row_dtype]),
+        torch.full((1, spec.top_k), -1, device=device),
+        torch.zeros(1, spec.top_k, device=device),
+        torch.ones(1, groups, device=device) if spec.row_dtype == "fp8" else None,
     )

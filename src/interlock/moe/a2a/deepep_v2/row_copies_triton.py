@@ -1,5 +1,7 @@
 """The Triton side of ``row_copies``; its plain reference is there."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
