@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from interlock.engine.admission import prompt_array, refusal
 from interlock.engine.messages import AddRequest, SamplingParams
+from interlock.kv.store import Geometry
 from tests.engine.simulation import (
     EOS,
     LONG,
@@ -320,3 +322,14 @@ def test_abort_while_the_step_runs_and_twice_and_unknown() -> None:
     assert sim.scheduler.abort(other) == []
     assert sim.scheduler.stats().aborts_total == 1
     sim.verify_empty()
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**31, -(2**31) - 1, 2**63, 2**70])
+def test_an_id_of_any_size_is_refused_by_its_name(wrong: int) -> None:
+    """Not one that wraps around into the vocabulary."""
+    tokens = prompt_array((5, wrong))
+    assert (tokens is None) == (wrong != -1)
+    geometry = Geometry(page_size=16, has_full=True, window=None, full_pages=8, window_pages=0)
+    message = AddRequest(request_id="a", token_ids=(5, wrong), sampling=SamplingParams(max_tokens=2))
+    text = refusal(message, max_model_len=64, vocab_size=480, geometry=geometry, tokens=tokens)
+    assert text == f"token id {wrong} is not in the vocabulary, whose ids are 0 to 479"

@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from interlock.engine.messages import AddRequest, SamplingParams
 from interlock.kv.store import Geometry
 
+Int32s = npt.NDArray[np.int32]
 
-def refusal(message: AddRequest, *, max_model_len: int, vocab_size: int, geometry: Geometry) -> str | None:
-    """Why the request can never run, as a sentence for the client; None when it can."""
+
+def prompt_array(token_ids: Sequence[int]) -> Int32s | None:
+    """The ids as the scheduler keeps them, int32; None when one does not fit, so is in no vocabulary."""
+    try:
+        wide = np.array(token_ids, dtype=np.int64)
+    except OverflowError:
+        return None
+    narrow: Int32s = wide.astype(np.int32)
+    return narrow if np.array_equal(wide, narrow) else None
+
+
+def refusal(
+    message: AddRequest,
+    *,
+    max_model_len: int,
+    vocab_size: int,
+    geometry: Geometry,
+    tokens: Int32s | None = None,
+) -> str | None:
+    """Why the request can never run, as a sentence for the client; None when it can.
+
+    Args:
+        tokens: ``prompt_array`` of the prompt where it is at hand.
+    """
     prompt = len(message.token_ids)
     if prompt == 0:
         return "the prompt has no tokens; at least one is needed"
-    lowest, highest = min(message.token_ids), max(message.token_ids)
+    ids = message.token_ids
+    lowest, highest = (min(ids), max(ids)) if tokens is None else (int(tokens.min()), int(tokens.max()))
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
         return f"token id {wrong} is not in the vocabulary, whose ids are 0 to {vocab_size - 1}"

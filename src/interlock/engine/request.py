@@ -75,7 +75,15 @@ class Request:
         "told",
     )
 
-    def __init__(self, message: AddRequest, *, arrival: int, seed: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        message: AddRequest,
+        *,
+        arrival: int,
+        seed: int,
+        eos_ids: frozenset[int],
+        tokens: npt.NDArray[np.int32] | None = None,
+    ) -> None:
         params = message.sampling
         self.id = message.request_id
         self.params: SamplingParams = params
@@ -99,7 +107,7 @@ class Request:
         self.grammar: GrammarState | None = None
         self.holds = 0
         self._table: SlotTable | None = None
-        self._tokens: npt.NDArray[np.int32] = np.array(message.token_ids, dtype=np.int32)
+        self._tokens = np.array(message.token_ids, dtype=np.int32) if tokens is None else tokens
 
     @property
     def num_tokens(self) -> int:

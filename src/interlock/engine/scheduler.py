@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from interlock.engine.admission import refusal
+from interlock.engine.admission import Int32s, prompt_array, refusal
 from interlock.engine.assemble import decode_batch, prefill_batch
 from interlock.engine.batch import Batch, Chunk, Int64s, SamplingRows, idle_arrays
 from interlock.engine.counters import Counters
@@ -101,17 +101,18 @@ class Scheduler:
         Args:
             grammar: what the answer must match, at its beginning.
         """
-        refused = self.refusal(message)
+        tokens = prompt_array(message.token_ids)
+        refused = self.refusal(message, tokens)
         if refused is not None:
             return [refused]
-        request = self._new_request(message, grammar)
+        request = self._new_request(message, grammar, tokens)
         self._requests[request.id] = request
         if request.inspection is not None:
             self._inspected.add(request)
         self._waiting.push(request)
         return []
 
-    def refusal(self, message: AddRequest) -> TokenDelta | None:
+    def refusal(self, message: AddRequest, tokens: Int32s | None = None) -> TokenDelta | None:
         """The delta of a request that can never run, or whose id is in use; None when it can be added."""
         if message.request_id in self._requests:
             text = f"a request with the id {message.request_id!r} is still running; ids must be unique"
@@ -121,6 +122,7 @@ class Scheduler:
             max_model_len=self._max_model_len,
             vocab_size=self._vocab_size,
             geometry=self.geometry,
+            tokens=tokens,
         )
         if not problem:
             return None
@@ -132,13 +134,16 @@ class Scheduler:
             prompt_tokens=len(message.token_ids),
         )
 
-    def _new_request(self, message: AddRequest, grammar: GrammarState | None) -> Request:
+    def _new_request(
+        self, message: AddRequest, grammar: GrammarState | None, tokens: Int32s | None = None
+    ) -> Request:
         seed = message.sampling.seed
         request = Request(
             message,
             arrival=self._arrivals,
             seed=self._draw_seed() if seed is None else seed,
             eos_ids=self._eos_ids,
+            tokens=tokens,
         )
         request.grammar = grammar
         self._arrivals += 1
