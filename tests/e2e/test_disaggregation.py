@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,12 @@ class Cluster:
     ports: dict[str, int]
     servers: dict[str, Served]
     proxy: str
+    backend: str = "shared_memory"
 
     def start(self, role: str) -> Served:
         """Start (again) the server of a role, on the port it had."""
         flags = ["--disaggregation-mode", role, "--disaggregation-timeout", str(TIMEOUT)]
+        flags += ["--disaggregation-transfer-backend", self.backend]
         if role == "prefill":
             flags += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
         arguments = [*SERVE, *BASE, "--port", str(self.ports[role]), *flags]
@@ -70,17 +72,24 @@ def used_pages(served: Served) -> float:
     return total - free - cached
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+@contextmanager
+def clustered(backend: str) -> Iterator[Cluster]:
     prefill, decode, bootstrap = free_ports("127.0.0.1", 3)
     with ExitStack() as stack:
         process = stack.enter_context(running([*SERVE, *BASE, "--port", "0"]))
-        made = Cluster(stack, Served(process, ""), bootstrap, {"prefill": prefill, "decode": decode}, {}, "")
+        ports = {"prefill": prefill, "decode": decode}
+        made = Cluster(stack, Served(process, ""), bootstrap, ports, {}, "", backend)
         made.start("prefill")
         made.start("decode")
         made.plain = Served(process, process.wait_for(READY)[1])
         made.proxy = proxy_of(made)
         made.wait_routed()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with clustered("shared_memory") as made:
         yield made
 
 

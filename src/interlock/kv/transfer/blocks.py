@@ -14,27 +14,16 @@ from interlock.kv.transfer.base import Int64s
 
 COLUMNS = 6
 STREAM_BYTES = 4 << 20
-NEVER = 1 << 62
-"""For ``stream_bytes``."""
+"""Copies of at least as many bytes go past the caches."""
 
 
 def copy_blocks(
-    source: Int64s,
-    target: Int64s,
-    length: Int64s,
-    rows: Int64s,
-    source_stride: Int64s,
-    target_stride: Int64s,
-    *,
-    stream_bytes: int = STREAM_BYTES,
+    source: Int64s, target: Int64s, length: Int64s, rows: Int64s, source_stride: Int64s, target_stride: Int64s
 ) -> None:
     """Copy, all int64 [blocks]: ``rows`` times ``length`` bytes, at ``source + i * source_stride`` to
     ``target + i * target_stride``. ``source`` and ``target`` are addresses that the caller has checked.
 
     Python threads run meanwhile.
-
-    Args:
-        stream_bytes: copies of at least as many bytes go past the caches; what is read at once should not.
     """
     blocks = np.stack([source, target, length, rows, source_stride, target_stride], axis=1)
     assert blocks.shape[1] == COLUMNS
@@ -43,7 +32,7 @@ def copy_blocks(
     if native is None:
         copy_with_numpy(blocks)
     else:
-        native(blocks.ctypes.data, len(blocks), stream_bytes)
+        native(blocks.ctypes.data, len(blocks), STREAM_BYTES)
 
 
 @cache

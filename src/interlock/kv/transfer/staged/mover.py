@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from interlock.kv.transfer.base import Int64s, Pieces, TransferError, check_blocks
-from interlock.kv.transfer.blocks import NEVER, copy_blocks
+from interlock.kv.transfer.blocks import copy_blocks
 
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -88,8 +88,7 @@ class CpuMover:
         assert blocks.nbytes <= len(packed)
         held = self._addresses[blocks.buffer] + blocks.start
         there = packed.data_ptr() + blocks.packed
-        columns = held, there, blocks.length, blocks.rows, blocks.stride, blocks.length
-        copy_blocks(*columns, stream_bytes=NEVER)
+        copy_blocks(held, there, blocks.length, blocks.rows, blocks.stride, blocks.length)
 
     def scatter(self, blocks: Blocks, packed: torch.Tensor) -> None:
         assert blocks.nbytes <= len(packed)
