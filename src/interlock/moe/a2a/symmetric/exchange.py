@@ -80,11 +80,11 @@ class Exchange:
         offsets = shape.offsets()
         table = [[base + offsets[name] for base in addresses] for name in SECTIONS]
         self._peers = torch.tensor(table, dtype=torch.int64, device=device)
-        starts = [held.start for held in experts] + [shape.num_experts]
-        self._first_experts = torch.tensor(starts, dtype=torch.int32, device=device)
+        beside = [held.start for held in experts for _ in held]
+        self._first_beside = torch.tensor(beside, dtype=torch.int32, device=device)
         owners = [rank for rank, held in enumerate(experts) for _ in held]
         self._owners = torch.tensor(owners, dtype=torch.int32, device=device)
-        self._local = len(experts[rank])
+        self._held = experts[rank]
         self._state = torch.zeros(STATE_BYTES // 4, dtype=torch.int32, device=device)
         self._histogram = torch.empty(shape.chunks, shape.bins, dtype=torch.int32, device=device)
         self._targets = torch.empty(shape.lanes, dtype=torch.int64, device=device)
@@ -95,7 +95,7 @@ class Exchange:
         """Bytes that were allocated here, beside the region."""
         tensors = (
             self._peers,
-            self._first_experts,
+            self._first_beside,
             self._owners,
             self._state,
             self._histogram,
@@ -126,11 +126,11 @@ class Exchange:
             exchange_kernels.count_kernel[(chunks,)](
                 ids, self._histogram, self._state, self.notice, lanes, shape.num_experts, **common
             )
-        counts, psum = torch.empty(2, self._local, dtype=torch.int32, device=self._device)
+        counts, psum = torch.empty(2, len(self._held), dtype=torch.int32, device=self._device)
         exchange_kernels.exchange_kernel[(1,)](
-            ids, self._histogram, self._targets, counts, psum, self._peers, self._first_experts, self._owners,
-            self._state, self.notice, self.rank, shape.ranks, shape.num_experts, lanes, chunks,
-            shape.slab_rows, slab_rows, alignment, self.limit,
+            ids, self._histogram, self._targets, counts, psum, self._peers, self._first_beside, self._owners,
+            self._state, self.notice, self.rank, shape.ranks, self._held.start, len(self._held),
+            shape.num_experts, lanes, chunks, shape.slab_rows, slab_rows, alignment, self.limit,
             few=few, sends=sends, waits=waits, clocked=self._clocked,
             tile=max(1, 4096 // shape.bins), width=self._width, num_warps=8, **common,
         )  # fmt: skip
@@ -171,8 +171,8 @@ class Exchange:
         quads = shape.result_bytes // 16
         parts = -(-quads * 4 // ROW_BLOCK)
         block = ROW_BLOCK if parts > 1 else max(128, power_of_two(quads * 4))
-        workers = max(1, min(results.shape[0], RETURN_WORKERS // (self._local * parts)))
-        row_kernels.return_rows_kernel[(self._local, workers, parts)](
+        workers = max(1, min(results.shape[0], RETURN_WORKERS // (len(self._held) * parts)))
+        row_kernels.return_rows_kernel[(len(self._held), workers, parts)](
             words, arrived.counts, arrived.psum, self._peers, self._state, self.notice,
             self.rank, shape.ranks, shape.lanes, results.shape[0], quads, self.limit,
             block=block, width=self._width, waits=waits, clocked=self._clocked, num_warps=4,

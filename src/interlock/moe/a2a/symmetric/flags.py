@@ -99,12 +99,12 @@ def finish(
     width: tl.constexpr, waits: tl.constexpr, clocked: tl.constexpr,
 ):  # fmt: skip
     """The last program of the launch to get here raises the flags, and waits for those of the peers."""
-    tl.debug_barrier()
+    epoch = tl.load(state + EPOCH)
+    failed = tl.load(state + FAILED)
     programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    tl.debug_barrier()
     if tl.atomic_add(state + stage, 1, sem="acq_rel", scope="sys") == programs - 1:
         tl.store(state + stage, 0)
-        epoch = tl.load(state + EPOCH)
-        failed = tl.load(state + FAILED)
         signal(peers, rank, ranks, stage, epoch, failed, width)
         if waits:
             wait(peers, rank, ranks, stage, epoch, state, notice, limit, failed, width, clocked)

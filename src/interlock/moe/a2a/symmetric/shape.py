@@ -117,9 +117,9 @@ class RegionShape:
 
     @property
     def private_bytes(self) -> int:
-        """Addresses of all sections of all ranks, first expert of each rank, owner of each expert, counters,
-        first places by chunk, and the target of each lane."""
-        tables = len(SECTIONS) * self.ranks * INT64 + (self.ranks + 1) * INT32 + self.num_experts * INT32
+        """Addresses of all sections of all ranks, owner of each expert and its first expert, counters, first
+        places by chunk, and the target of each lane."""
+        tables = len(SECTIONS) * self.ranks * INT64 + 2 * self.num_experts * INT32
         return tables + STATE_BYTES + self.chunks * self.bins * INT32 + self.lanes * INT64
 
 
