@@ -142,7 +142,7 @@ def test_generations(packages: dict[str, str], elastic: str | None, legacy: str 
 def test_a_machine_that_cannot_is_refused_by_what_it_lacks(
     facts: MachineFacts, words: tuple[str, ...]
 ) -> None:
-    """GIN without RDMA, an NCCL that is too old, no package, another generation, an old GPU."""
+    """A12: GIN without RDMA, an NCCL that is too old, no package, another generation, an old GPU."""
     found = refusal(facts)
     assert found.option == "--moe-a2a-backend"
     for word in words:
@@ -171,7 +171,7 @@ def test_several_machines_need_gin(facts: MachineFacts, word: str) -> None:
 
 
 def test_t_too_small_for_the_chunk_names_both() -> None:
-    """The capacity follows from the scheduler's limits; a smaller one is refused before anything is built."""
+    """A06: T follows from the scheduler's limits; a smaller one is refused before anything is built."""
     found = refusal(site(), moe_prefill_capacity=128, chunked_prefill_size=8192)
     assert found.option == "--moe-prefill-capacity"
     assert "--moe-prefill-capacity 1024" in found.alternatives
@@ -191,6 +191,19 @@ def test_what_is_absent_is_refused_in_one_line(backend: str) -> None:
     found = refusal(site(), moe_a2a_backend=backend)
     assert "\n" not in found.rule
     assert "mooncake-transfer-engine-cuda13" in found.rule or "runs on npu, not on cuda" in found.rule
+
+
+def test_what_can_be_captured_is_and_nothing_else() -> None:
+    """I02: decode of both DeepEPs runs as graphs, prefill never; what waits for the host is refused."""
+    for backend in ("deepep_v2", "deepep"):
+        assert plan(site(), moe_a2a_backend=backend, max_running_requests=64).cuda_graph_sizes
+    facts = site()
+    packages = {**facts.packages, "mooncake-transfer-engine-cuda13": "0.3.14"}
+    facts = msgspec.structs.replace(facts, packages=packages)
+    small = {"moe_a2a_backend": "mooncake", "max_running_requests": 64, "chunked_prefill_size": 512}
+    assert plan(facts, **small).cuda_graph_sizes == ()
+    found = refusal(facts, cuda_graph_max_batch=8, **small)
+    assert "--moe-a2a-backend mooncake cannot be captured" in found.rule
 
 
 class Group:

@@ -45,6 +45,7 @@ def test_an_idle_rank_takes_part_with_a_row_for_nobody() -> None:
 
 
 def test_a_buffer_is_never_built_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I01: a host error that says when it is built instead."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     spec = fault_work.spec_of(_Groups(), device=torch.device("cuda"))
     with pytest.raises(StartupError, match="before graphs are captured"):
