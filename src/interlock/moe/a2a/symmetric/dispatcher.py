@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from interlock.kernels.triton.compile_ahead import rehearsing
 from interlock.moe.a2a.base import ContractError, DispatcherSpec, ExpertInput
 from interlock.moe.a2a.checked import ROW_DTYPES, CheckedDispatcher, buffer_shape
 from interlock.moe.a2a.symmetric import BACKEND
@@ -97,7 +98,7 @@ class Symmetric(CheckedDispatcher):
             return masked_rows(self._exchange, arrived, slab_rows, self._row_dtype), _WayBack(ids, arrived)
         self._counted.synchronize()
         self.check()
-        total = int(self._read[TOTAL])
+        total = _rehearsed(ids.numel(), spec.alignment) if rehearsing() else int(self._read[TOTAL])
         rows = contiguous_rows(self._exchange, arrived, total, spec.alignment, self._row_dtype)
         return rows, _WayBack(ids, arrived)
 
@@ -120,6 +121,11 @@ class Symmetric(CheckedDispatcher):
 
 def _indexed(device: torch.device) -> torch.device:
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _rehearsed(lanes: int, alignment: int) -> int:
+    """Rows of a dispatch that was only compiled: as many as when every rank sends and gets the same."""
+    return -(-lanes // alignment) * alignment
 
 
 def _copyable(hidden: torch.Tensor) -> torch.Tensor:

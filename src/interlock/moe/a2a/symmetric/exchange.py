@@ -29,15 +29,21 @@ ROW_BLOCK = 1024
 """32-bit words of a row that one program copies at once: 4 warps with two 16-byte pieces a thread."""
 ROW_WORKERS = 132 * 12
 RETURN_WORKERS = 132 * 16
+RETURN_TILE = 4
+"""Rows of many that a program returns at once, to have more bytes on their way."""
 NOTICE_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """What lies in this rank's memory: counts, psum int32 [L]; ``psum - counts`` is where segments start."""
+    """What lies in this rank's memory: counts, psum int32 [L]; ``psum - counts`` is where segments start.
+
+    ``many``: rows are expected to be many, as in the contiguous layout.
+    """
 
     counts: torch.Tensor
     psum: torch.Tensor
+    many: bool
 
 
 class Exchange:
@@ -139,7 +145,7 @@ class Exchange:
                 ids, self._histogram, self._owners, self._targets, self._state, self.notice,
                 lanes, shape.num_experts, shape.slab_rows, tile=16, num_warps=8, **common,
             )  # fmt: skip
-        return Arrived(counts, psum)
+        return Arrived(counts, psum, many=slab_rows == 0)
 
     def send_rows(
         self, x: torch.Tensor, scales: torch.Tensor | None, weights: torch.Tensor, *, waits: bool = True
@@ -175,6 +181,7 @@ class Exchange:
         row_kernels.return_rows_kernel[(len(self._held), workers, parts)](
             words, arrived.counts, arrived.psum, self._peers, self._state, self.notice,
             self.rank, shape.ranks, shape.lanes, results.shape[0], quads, self.limit,
+            tile=RETURN_TILE if arrived.many else 1,
             block=block, width=self._width, waits=waits, clocked=self._clocked, num_warps=4,
         )  # fmt: skip
 

@@ -87,11 +87,11 @@ def send_rows_kernel(
 @triton.jit(do_not_specialize=["rank", "ranks", "lanes_of_rank", "rows", "quads", "limit"])
 def return_rows_kernel(
     results, counts, psum, peers, state, notice, rank, ranks, lanes_of_rank, rows, quads, limit,
-    block: tl.constexpr, width: tl.constexpr, waits: tl.constexpr, clocked: tl.constexpr,
+    tile: tl.constexpr, block: tl.constexpr, width: tl.constexpr, waits: tl.constexpr, clocked: tl.constexpr,
 ):  # fmt: skip
     """results [rows, h] to the lanes that their rows came from; then tell every rank, and wait for theirs.
 
-    Program (expert, worker, block of words): workers walk over the filled rows of an expert.
+    Program (expert, worker, block of words): workers walk over an expert's filled rows, ``tile`` at once.
     """
     words = quads * 4
     expert = tl.program_id(0)
@@ -101,10 +101,15 @@ def return_rows_kernel(
     start = tl.load(psum + expert) - count
     end = tl.minimum(start + count, rows)
     origins = address_of(peers, ORIGINS, ranks, rank).to(tl.pointer_type(tl.int32))
-    for row in range(start + tl.program_id(1), end, tl.num_programs(1)):
-        origin = tl.load(origins + row)
+    for first in range(start + tl.program_id(1) * tile, end, tl.num_programs(1) * tile):
+        row = first + tl.arange(0, tile)
+        live = row < end
+        both = live[:, None] & inside[None, :]
+        origin = tl.load(origins + row, mask=live, other=0)
         home, lane = origin // lanes_of_rank, origin % lanes_of_rank
-        values = tl.load(_words(results) + tl.cast(row, tl.int64) * words + column, mask=inside, other=0)
-        to = _words(address_of(peers, RESULTS, ranks, home)) + lane.to(tl.int64) * words
-        tl.store(to + column, values, mask=inside)
+        read = results + row.to(tl.int64) * words
+        values = tl.load(read[:, None] + column[None, :], mask=both, other=0)
+        to = address_of(peers, RESULTS, ranks, home).to(tl.pointer_type(tl.int32))
+        to = tl.multiple_of(to, 16) + lane.to(tl.int64) * words
+        tl.store(to[:, None] + column[None, :], values, mask=both)
     finish(peers, rank, ranks, RESULTS_STAGE, state, notice, limit, width, waits, clocked)
