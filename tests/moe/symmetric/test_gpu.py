@@ -27,7 +27,7 @@ def test_conformance(ranks: int, cases: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_replayed_graphs_give_the_bits_of_eager_steps(ranks: int) -> None:
-    """1,000 replays with other tokens, numbers of tokens and idle ranks."""
+    """1,000 steps: ranks replay graphs of different sizes, with other tokens each time, or have none."""
     for result in run_ranks(gpu_work.graph_replays, ranks, 1000, timeout=500, collective_timeout=300.0):
         assert result == (1000, [])
 
