@@ -5,7 +5,7 @@
 #include <cstring>
 
 #if defined(__SSE2__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace {
@@ -22,10 +22,32 @@ struct Block {
 
 constexpr size_t line = 64;
 constexpr size_t shortest_stream = 4 * line;
+constexpr int64_t rows_ahead = 4;
 
 using Copy = void (*)(char* target, const char* source, size_t length);
 
 void plain(char* target, const char* source, size_t length) { std::memcpy(target, source, length); }
+
+#if defined(__AVX__)
+void stream_line(char* target, const char* source) {
+    const auto* from = reinterpret_cast<const __m256i*>(source);
+    auto* to = reinterpret_cast<__m256i*>(target);
+    const __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1);
+    _mm256_stream_si256(to, a);
+    _mm256_stream_si256(to + 1, b);
+}
+#elif defined(__SSE2__)
+void stream_line(char* target, const char* source) {
+    const auto* from = reinterpret_cast<const __m128i*>(source);
+    auto* to = reinterpret_cast<__m128i*>(target);
+    const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
+    const __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
+    _mm_stream_si128(to, a);
+    _mm_stream_si128(to + 1, b);
+    _mm_stream_si128(to + 2, c);
+    _mm_stream_si128(to + 3, d);
+}
+#endif
 
 // Past the caches: memory is not read before it is written over, as memcpy does it for large blocks.
 void streamed(char* target, const char* source, size_t length) {
@@ -35,14 +57,7 @@ void streamed(char* target, const char* source, size_t length) {
     std::memcpy(target, source, head);
     size_t at = head;
     for (; at + line <= length; at += line) {
-        const auto* from = reinterpret_cast<const __m128i*>(source + at);
-        auto* to = reinterpret_cast<__m128i*>(target + at);
-        const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
-        const __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
-        _mm_stream_si128(to, a);
-        _mm_stream_si128(to + 1, b);
-        _mm_stream_si128(to + 2, c);
-        _mm_stream_si128(to + 3, d);
+        stream_line(target + at, source + at);
     }
     std::memcpy(target + at, source + at, length - at);
 #else
@@ -51,7 +66,7 @@ void streamed(char* target, const char* source, size_t length) {
 }
 
 void prefetch(const char* source, size_t length) {
-    for (size_t at = 0; at < length; at += line) __builtin_prefetch(source + at);
+    for (size_t at = 0; at < length; at += line) __builtin_prefetch(source + at, 0, 2);
 }
 
 void copy_block(const Block& block, Copy copy) {
@@ -60,7 +75,7 @@ void copy_block(const Block& block, Copy copy) {
     const auto length = static_cast<size_t>(block.length);
     const size_t ahead = length < 4096 ? length : 0;
     for (int64_t row = 0; row < block.rows; ++row) {
-        if (row + 2 < block.rows) prefetch(source + 2 * block.source_stride, ahead);
+        if (row + rows_ahead < block.rows) prefetch(source + rows_ahead * block.source_stride, ahead);
         copy(target, source, length);
         source += block.source_stride;
         target += block.target_stride;
