@@ -125,9 +125,11 @@ def graph_replays(groups: Groups, replays: int) -> tuple[int, list[int]]:
         cases.append((torch.randn(TOKENS, WIDTH).bfloat16(), routes, torch.rand(TOKENS, TOP_K)))
         fill(cases[-1])
         wanted.append(step(tokens).clone())
+    graphs = {}
+    for size in (4, 9, TOKENS):
+        step(size)
     torch.cuda.synchronize()
     groups.ep.barrier()
-    graphs = {}
     for size in (4, 9, TOKENS):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -30,6 +30,7 @@ def few_programs():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "ROW_WORKERS", 6)
         patch.setattr(exchange, "RETURN_WORKERS", 24)
+        patch.setattr(exchange, "LEAST_CHUNK", 16)
         yield
 
 

@@ -25,6 +25,8 @@ from interlock.moe.a2a.symmetric.shape import (
     power_of_two,
 )
 
+LEAST_CHUNK = 128
+"""Fewer lanes are counted by the same kernel: every size is compiled."""
 ROW_BLOCK = 1024
 """32-bit words of a row that one program copies at once: 4 warps with two 16-byte pieces a thread."""
 ROW_WORKERS = 132 * 12
@@ -125,7 +127,7 @@ class Exchange:
         """
         shape, lanes = self.shape, ids.numel()
         few = lanes <= FEW_LANES
-        chunk = max(16, power_of_two(lanes)) if few else CHUNK
+        chunk = max(LEAST_CHUNK, power_of_two(lanes)) if few else CHUNK
         chunks = max(1, -(-lanes // chunk))
         common = {"chunk": chunk, "bins": shape.bins}
         if sends and not few:
