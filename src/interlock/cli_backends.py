@@ -23,7 +23,12 @@ def show(facts: MachineFacts, *, device: str | None, as_json: bool) -> int:
         import msgspec
 
         transfers = [
-            {"backend": name, "summary": each.summary, "problem": transfer_problem(each, facts, device)}
+            {
+                "backend": name,
+                "summary": each.summary,
+                "limits": each.limits,
+                "problem": transfer_problem(each, facts, device),
+            }
             for name, each in declared.transfers.items()
         ]
         content = {"device": device, "combinations": cells, "transfers": transfers, "broken": broken()}
@@ -64,7 +69,8 @@ def _print(declared: Declarations, cells: list[Cell], device: str, facts: Machin
         moves.add_column(column, overflow="fold")
     for name, transfer in declared.transfers.items():
         problem = transfer_problem(transfer, facts, device)
-        moves.add_row(name, "ready" if problem is None else f"no: {problem}", transfer.summary)
+        text = "; ".join(filter(None, (transfer.summary, transfer.limits)))
+        moves.add_row(name, "ready" if problem is None else f"no: {problem}", text)
     console.print(moves)
     for name, reason in broken().items():
         console.print(f"broken plugin {name}: {reason}", style="red", markup=False)

@@ -9,6 +9,7 @@ import pytest
 from interlock.errors import Refusal
 from interlock.kv.transfer.registry import transfer_backends
 from interlock.options import Options
+from interlock.plan.disaggregation import transfer_problem
 from interlock.plan.join import Declarations
 from interlock.plan.launch_plan import LaunchPlan, Source
 from interlock.plan.resolve import resolve
@@ -111,3 +112,25 @@ def test_a_backend_that_is_not_ready_is_refused_with_the_reason() -> None:
     assert tried(ready).disaggregation_transfer_backend == "shared_memory"
     with pytest.raises(Refusal, match="no transfer backend is ready here: shared_memory needs"):
         tried({})
+
+
+def test_one_of_several_packages_is_enough_and_a_missing_library_comes_with_advice() -> None:
+    """Mooncake's wheels, and the library that they load."""
+    mooncake = transfer_backends().get("mooncake")
+    (library,) = mooncake.libraries
+
+    def problem(packages: dict[str, str], error: str) -> str | None:
+        return transfer_problem(mooncake, machine(packages=packages, libraries={library: error}), "cpu")
+
+    nothing = problem({}, "")
+    assert nothing is not None
+    for text in mooncake.one_of:
+        assert text in nothing
+        assert problem({text.partition(">=")[0]: "0.3.13"}, "") is None
+        assert "0.3.1 is installed" in str(problem({mooncake.one_of[0].partition(">=")[0]: "0.3.1"}, ""))
+        missing = problem({text.partition(">=")[0]: "0.3.13"}, "cannot open shared object file")
+        assert missing is not None
+        assert "cannot open" in missing
+        assert "apt-get install libibverbs1" in missing
+    wanted = Declarations.registered().packages()
+    assert {text.partition(">=")[0] for text in mooncake.one_of} <= wanted
