@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import Phase as Stage
@@ -12,13 +15,15 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: torch's 
 if not triton.knobs.runtime.interpret:
     pytest.skip("set TRITON_INTERPRET=1 to run the GPU kernels on the CPU", allow_module_level=True)
 
-from interlock.moe.a2a.symmetric import BACKEND, exchange  # noqa: E402
+from interlock.moe.a2a.symmetric import BACKEND, dispatcher, exchange  # noqa: E402
 from interlock.moe.a2a.symmetric.shape import RegionShape  # noqa: E402
+from interlock.moe.conformance.backend_suite import run_backend_suite  # noqa: E402
 from interlock.moe.conformance.cases import Case, Setting, make_case  # noqa: E402
 from interlock.moe.conformance.cases import settings as walk  # noqa: E402
 from interlock.moe.conformance.oracle import combined  # noqa: E402
 from interlock.moe.conformance.received import check_received, computed  # noqa: E402
 from interlock.moe.terms import Layout, Phase  # noqa: E402
+from interlock.parallel.topology import Groups  # noqa: E402
 from tests.moe.symmetric.simulated import LOOKS, Simulated, shape_of  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
@@ -165,3 +170,24 @@ def test_rows_beyond_the_memory_are_not_written() -> None:
     last = simulated.exchanges[2]
     assert last.notice.tolist()[0] == 5
     assert last._targets[:10].tolist().count(-1) == 9 + 30 - rows
+
+
+def test_the_dispatcher_of_one_rank_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole suite, misuse and receipts included, with the device's clock and events taken away."""
+    plain_zeros = torch.zeros
+
+    def zeros(*size: object, pin_memory: bool = False, **options: object) -> torch.Tensor:
+        return plain_zeros(*size, **options)  # type: ignore[call-overload, no-any-return]
+
+    done = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: done)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(dispatcher, "_indexed", lambda device: device)
+    on_cpu = replace(BACKEND, devices=frozenset({"cpu"}), packages=())
+    monkeypatch.setattr(dispatcher, "BACKEND", on_cpu)
+    found = run_backend_suite(on_cpu, Groups.single(), device="cpu", cases=16, seed=2)
+    assert found.failures == []
+    assert found.cases == 16
+    assert {"contiguous", "masked"} <= set(found.coverage)
