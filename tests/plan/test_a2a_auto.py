@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from interlock.errors import Refusal
 from interlock.options import Options
 from interlock.plan.facts import MachineFacts
 from interlock.plan.join import Declarations
@@ -88,3 +89,21 @@ def with_alignment(alignment: int) -> Declarations:
     declared = Declarations.registered()
     runner = replace(declared.runners["triton"], alignment=alignment)
     return replace(declared, runners={**declared.runners, "triton": runner})
+
+
+REPLICAS = {"tp_size": 4, "attn_dp_size": 4, "ep_size": 4, "max_running_requests": 8}
+
+
+def test_replicas_replay_graphs_of_their_own_sizes_when_asked() -> None:
+    asked = plan(gpu_machine(4), **REPLICAS, cuda_graph_max_batch=8)
+    assert asked.moe_a2a_backend == "symmetric"
+    assert asked.cuda_graph_sizes == (1, 2, 4, 8)
+    left = plan(gpu_machine(4), **REPLICAS)
+    assert left.cuda_graph_sizes == ()
+    assert "--cuda-graph-max-batch N to try" in left.provenance["cuda_graph_sizes"].reason
+
+
+@pytest.mark.parametrize("backend", ["none", "collective"])
+def test_replicas_of_other_backends_have_no_graphs(backend: str) -> None:
+    with pytest.raises(Refusal, match="batches of different sizes"):
+        plan(gpu_machine(4), **REPLICAS, moe_a2a_backend=backend, cuda_graph_max_batch=8)

@@ -69,6 +69,8 @@ def _graphs(
         return Decided(graph_sizes(asked.value), asked.source, asked.reason)
     if problem is not None:
         return rule((), problem)
+    if world.attn_dp_size.value > 1:
+        return rule((), "no recorded run shows replicas that replay graphs (--cuda-graph-max-batch N to try)")
     largest = min(running, GRAPH_SIZES[-1])
     reason = "every decode batch" if largest == running else "larger batches gain little from a graph"
     return rule(graph_sizes(largest), f"{reason}; --max-running-requests is {running}")
@@ -82,7 +84,7 @@ def _no_graphs(compute: Compute, world: World, backend: A2ABackend | None, mode:
         return f"there are no CUDA graphs on {compute.device.value}"
     if compute.kernels.value != "triton":
         return f"kernels {compute.kernels.value} wait for the device within a step (--kernels triton)"
-    if world.attn_dp_size.value > 1:
+    if world.attn_dp_size.value > 1 and (backend is None or not backend.uneven_graphs):
         return "attention replicas decode batches of different sizes, and a graph has one (--attn-dp-size 1)"
     if backend is not None and Phase.DECODE not in backend.capturable:
         return f"--moe-a2a-backend {backend.name} cannot be captured"

@@ -145,6 +145,7 @@ class A2ABackend:
         check: why it cannot be used at a site, beyond what the fields say, or None: one line that ends in
             what to do. Imports nothing heavy.
         distributions: packages whose versions ``check`` looks at. ``variables``: environment variables.
+        uneven_graphs: in one step, ranks may replay graphs of different sizes, or run it eagerly.
         priority: of --moe-a2a-backend auto where experts are spread; 0 is taken only when it is asked for.
         never_run: what it still has to be run on before anything is claimed; "" once it was.
         buffer_bytes: bytes one rank needs.
@@ -180,6 +181,7 @@ class A2ABackend:
     check: Callable[[Site], str | None] | None = None
     distributions: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
+    uneven_graphs: bool = False
     priority: int = 0
     never_run: str = ""
 

@@ -18,6 +18,7 @@ BACKEND = A2ABackend(
     capturable=frozenset({Phase.DECODE}),
     fixed_capacity=True,
     min_capability=(8, 0),
+    uneven_graphs=True,
     priority=10,
     buffer_bytes=buffer_bytes,
     dispatcher="interlock.moe.a2a.symmetric.dispatcher:Symmetric",
