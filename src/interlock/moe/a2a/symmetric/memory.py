@@ -51,7 +51,9 @@ def share_region(group: Group, size: int, device: torch.device) -> SharedRegion:
         raise StartupError(_unreachable(device, error)) from error
     torch.cuda.synchronize(device)
     group.barrier()
-    return SharedRegion(own, tuple(int(address) for address in lease.buffer_ptrs), lease)
+    # The tensor may be a part of the block that was mapped, at the same place on every rank.
+    start = own.data_ptr() - int(lease.buffer_ptrs[group.rank])
+    return SharedRegion(own, tuple(int(address) + start for address in lease.buffer_ptrs), lease)
 
 
 def _unreachable(device: torch.device, error: RuntimeError) -> str:
