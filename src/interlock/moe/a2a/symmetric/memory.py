@@ -51,9 +51,10 @@ def share_region(group: Group, size: int, device: torch.device) -> SharedRegion:
         raise StartupError(_unreachable(device, error)) from error
     torch.cuda.synchronize(device)
     group.barrier()
-    # The tensor may be a part of the block that was mapped, at the same place on every rank.
-    start = own.data_ptr() - int(lease.buffer_ptrs[group.rank])
-    return SharedRegion(own, tuple(int(address) + start for address in lease.buffer_ptrs), lease)
+    # The region may be a part of the block that is mapped.
+    starts = group.all_gather(torch.tensor([own.data_ptr() - int(lease.buffer_ptrs[group.rank])])).tolist()
+    addresses = tuple(int(base) + start for base, start in zip(lease.buffer_ptrs, starts, strict=True))
+    return SharedRegion(own, addresses, lease)
 
 
 def _unreachable(device: torch.device, error: RuntimeError) -> str:
