@@ -42,13 +42,8 @@ def share_region(group: Group, size: int, device: torch.device) -> SharedRegion:
         own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         own.zero_()
         lease = symmetric_memory.rendezvous(own, process_group)
-    except torch.OutOfMemoryError as error:
-        raise StartupError(
-            f"{size} bytes of symmetric memory cannot be had on {device}: {error}; "
-            "lower --chunked-prefill-size, --moe-prefill-capacity or --max-running-requests"
-        ) from error
     except RuntimeError as error:
-        raise StartupError(_unreachable(device, error)) from error
+        raise StartupError(_explained(size, device, error)) from error
     torch.cuda.synchronize(device)
     group.barrier()
     # The region may be a part of the block that is mapped.
@@ -57,8 +52,13 @@ def share_region(group: Group, size: int, device: torch.device) -> SharedRegion:
     return SharedRegion(own, addresses, lease)
 
 
-def _unreachable(device: torch.device, error: RuntimeError) -> str:
-    reason = str(error).strip().splitlines()[0]
+def _explained(size: int, device: torch.device, error: RuntimeError) -> str:
+    reason = str(error).strip().partition("\n")[0]
+    if "out of memory" in reason.lower():
+        return (
+            f"{size} bytes of symmetric memory cannot be had on {device}: {reason}; "
+            "lower --chunked-prefill-size, --moe-prefill-capacity or --max-running-requests"
+        )
     if "overlapping" in reason.lower():
         return (
             f"{device} is shared by several ranks, which torch refuses unless told otherwise ({reason}); "
