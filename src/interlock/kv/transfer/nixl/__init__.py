@@ -10,6 +10,6 @@ BACKEND = TransferBackend(
     packages=("nixl-cu13>=1.0",),
     sender="interlock.kv.transfer.nixl.ends:NixlSender",
     receiver="interlock.kv.transfer.nixl.ends:NixlReceiver",
-    limits="run on one host's shared memory and TCP; RDMA was never run",
+    limits="run on one host; between hosts, RDMA and pages of a GPU: no recorded run",
     priority=4,
 )

@@ -12,6 +12,6 @@ BACKEND = TransferBackend(
     spans_hosts=False,
     sender="interlock.kv.transfer.shared_memory.pools:SharedSender",
     receiver="interlock.kv.transfer.shared_memory.pools:SharedReceiver",
-    limits="both servers must run as one user in one process namespace",
+    limits="both servers must run as one user in one process namespace; pages of a GPU: no recorded run",
     priority=10,
 )
