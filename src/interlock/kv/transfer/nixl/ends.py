@@ -52,7 +52,7 @@ def start_agent(role: str) -> Any:
         StartupError: it cannot be loaded or does not start.
     """
     try:
-        from nixl_cu13._api import nixl_agent, nixl_agent_config
+        from nixl_cu13._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
     except ImportError as error:
         raise StartupError(f"NIXL cannot be loaded: {error} (pip install nixl-cu13)") from None
     library = logging.getLogger("nixl")
@@ -60,7 +60,8 @@ def start_agent(role: str) -> Any:
     library.propagate = True
     name = f"interlock-{role}-{secrets.token_hex(8)}"
     try:
-        return nixl_agent(name, nixl_agent_config(backends=[PLUGIN]))
+        strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # one agent serves a thread for each sender
+        return nixl_agent(name, nixl_agent_config(backends=[PLUGIN], sync_mode=strict))
     except Exception as error:
         raise StartupError(f"NIXL does not start with its {PLUGIN} plugin: {error}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -98,17 +99,21 @@ class CpuMover:
 
 
 class CudaMover:
-    """``Mover`` of buffers on a GPU: indexed copies on a stream of its own, to and from pinned memory."""
+    """``Mover`` of buffers on a GPU: indexed copies on a stream of its own, to and from pinned memory.
+
+    Several threads may call it; they take turns.
+    """
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self._buffers = list(buffers)
         self._device = buffers[0].device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._room = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._turn = threading.Lock()
 
     def gather(self, blocks: Blocks, packed: torch.Tensor) -> None:
         nbytes = blocks.nbytes
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._turn, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             room = self._room_for(nbytes)
             gather_indexed(self._buffers, blocks, room)
             packed[:nbytes].copy_(room[:nbytes], non_blocking=True)
@@ -116,7 +121,7 @@ class CudaMover:
 
     def scatter(self, blocks: Blocks, packed: torch.Tensor) -> None:
         nbytes = blocks.nbytes
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._turn, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             room = self._room_for(nbytes)
             room[:nbytes].copy_(packed[:nbytes], non_blocking=True)
             scatter_indexed(self._buffers, blocks, room)
