@@ -9,6 +9,7 @@ import ctypes
 import itertools
 import sys
 from dataclasses import dataclass, field
+from enum import Enum
 from types import ModuleType
 
 import pytest
@@ -131,8 +132,13 @@ class NixlDouble:
         self.agents: dict[str, Memory] = {}
         double = self
 
+        class nixl_thread_sync_t(Enum):
+            NIXL_THREAD_SYNC_NONE = 0
+            NIXL_THREAD_SYNC_STRICT = 1
+
         class nixl_agent_config:
-            def __init__(self, backends: list[str]) -> None:
+            def __init__(self, backends: list[str], sync_mode: object) -> None:
+                assert sync_mode == nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT, "threads share an agent"
                 self.backends = backends
 
         class nixl_agent:
@@ -219,6 +225,7 @@ class NixlDouble:
         self.module = ModuleType("nixl_cu13._api")
         self.module.nixl_agent = nixl_agent  # type: ignore[attr-defined]
         self.module.nixl_agent_config = nixl_agent_config  # type: ignore[attr-defined]
+        self.module.nixl_thread_sync_t = nixl_thread_sync_t  # type: ignore[attr-defined]
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "nixl_cu13", ModuleType("nixl_cu13"))
