@@ -151,3 +151,28 @@ def graph_replays(groups: Groups, replays: int) -> tuple[int, list[int]]:
     dispatcher.check()
     dispatcher.close()
     return replays, wrong
+
+
+def layers_in_a_row(groups: Groups, steps: int) -> int:
+    """Ten layers of experts that multiply by 2, -1 and 0.5 in turn, without a wait; tokens that are wrong.
+
+    Layers alternate between the layouts, which share the buffers.
+    """
+    dispatcher = Symmetric(spec_for(groups))
+    generator = torch.Generator("cuda").manual_seed(groups.ep.rank)
+    weights = torch.zeros(TOKENS, TOP_K, device="cuda")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for step in range(steps):
+        x = torch.randint(-8, 9, (TOKENS, WIDTH), generator=generator, device="cuda").bfloat16()
+        ids = torch.full((TOKENS, TOP_K), -1, device="cuda")
+        hidden = x
+        for layer in range(10):
+            ids[:, layer % TOP_K] = torch.randint(0, EXPERTS, (TOKENS,), generator=generator, device="cuda")
+            ids[:, (layer - 1) % TOP_K] = -1
+            phase = Phase.PREFILL if (step + layer) % 5 == 0 else Phase.DECODE
+            dispatched = dispatcher.dispatch(hidden, ids, weights, phase)
+            hidden = dispatcher.combine(dispatched.rows.rows * (2.0, -1.0, 0.5)[layer % 3], dispatched.handle)
+        wrong += (hidden != -2 * x).any(dim=1).sum()
+    dispatcher.check()
+    dispatcher.close()
+    return int(wrong)

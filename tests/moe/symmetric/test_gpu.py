@@ -38,7 +38,7 @@ def test_the_receipt_has_the_bytes_of_the_plan() -> None:
 
 
 def test_a_late_rank_is_named_by_the_device() -> None:
-    """B22, J02: with what was waited for and for how long, and nobody hangs."""
+    """J02: with what was waited for and for how long, and nobody hangs."""
     told = run_ranks(gpu_work.late_rank, 3, 4.0, timeout=120)
     assert told[1] == "late"
     for message in (told[0], told[2]):
@@ -49,3 +49,10 @@ def test_a_late_rank_is_named_by_the_device() -> None:
 def test_rows_that_the_host_waits_for_are_not_captured() -> None:
     for message in run_ranks(gpu_work.contiguous_capture, 2):
         assert message.startswith("contiguous rows (prefill) cannot be captured")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_layers_without_a_pause_do_not_meet_in_the_buffers(ranks: int) -> None:
+    """B28: ten layers a step and nobody waits for anybody but through the exchange; exact for every step."""
+    for wrong in run_ranks(gpu_work.layers_in_a_row, ranks, 100, timeout=400, collective_timeout=300.0):
+        assert wrong == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -104,7 +105,7 @@ def test_steps_are_counted_beyond_what_the_counter_holds(epoch: int) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    """B22: the error says which rank, and which of its steps is missing; nobody hangs."""
+    """J02: the error says which rank, and which of its steps is missing; nobody hangs."""
     simulated = Simulated.of(PLAIN)
     case = make_case(PLAIN, 0, 0)
     first, second, _ = simulated.exchanges
@@ -156,7 +157,7 @@ def test_an_expert_that_does_not_exist_is_named(expert: int, few: bool) -> None:
 
 
 def test_rows_beyond_the_memory_are_not_written() -> None:
-    """An expert that is named twice by a token, which the contract forbids, must not overwrite anything."""
+    """B24: an expert that is named twice by a token, which the contract forbids, overwrites nothing."""
     simulated = Simulated.of(PLAIN)
     ids = torch.tensor([[6, 6]] * 5)
     for each in simulated.exchanges:
@@ -191,3 +192,35 @@ def test_the_dispatcher_of_one_rank_conforms(monkeypatch: pytest.MonkeyPatch) ->
     assert found.failures == []
     assert found.cases == 16
     assert {"contiguous", "masked"} <= set(found.coverage)
+
+
+def test_few_kernels_are_compiled_whatever_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B25: what a kernel is compiled for does not follow the size of the batch."""
+    variants: dict[str, set[tuple[object, ...]]] = {}
+
+    class Recorded:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            def launch(*_: object, **constants: object) -> None:
+                variants.setdefault(self.name, set()).add(tuple(sorted(constants.items())))
+
+            return launch
+
+    for module in (exchange.exchange_kernels, exchange.row_kernels):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Recorded(name))
+    monkeypatch.setattr(exchange, "LEAST_CHUNK", 128)
+    monkeypatch.setattr(exchange, "FEW_LANES", 1024)
+    wide = replace(PLAIN, num_experts=24, top_k=8, capacity=((Phase.PREFILL, 300), (Phase.DECODE, 300)))
+    one = Simulated.of(wide).exchanges[0]
+    for tokens in range(258):
+        arrived = one.exchange_counts(torch.zeros(tokens, 8, dtype=torch.int64), 900, 1)
+        one.send_rows(torch.zeros(tokens, 16).bfloat16(), None, torch.zeros(tokens, 8))
+        one.return_rows(torch.zeros(2700, 16).bfloat16(), arrived)
+    assert set(variants) == {
+        *("count_kernel", "exchange_kernel", "target_kernel"),
+        *("send_rows_kernel", "return_rows_kernel"),
+    }
+    assert sum(len(each) for each in variants.values()) <= 10
