@@ -305,8 +305,7 @@ def test_a_part_that_does_not_fit_is_refused_before_anything_is_written(
     """The receiver believes nothing that a sender says."""
     sender, receiver = staged()
     with ends(sender, receiver) as (_, theirs, number):
-        channel = sender._targets[number].channel
-        assert channel is not None
+        channel = sender._targets[number].channels[0]
         channel.send(Part(start=start, nbytes=nbytes, columns=columns))
         answer = channel.receive(5.0)
         assert words in answer.error  # type: ignore[union-attr]

@@ -18,24 +18,29 @@ from interlock.kv.transfer.staged.mover import Blocks, Mover, mover
 from interlock.kv.transfer.staged.parts import parts
 from interlock.kv.transfer.staged.pinned import pin, unpin
 
-SLOTS = 3
+LANES = 2
+"""Connections to one receiver, each with a thread there: one fetches while the other turns around."""
+
+LANE_SLOTS = 2
+SLOTS = LANES * LANE_SLOTS
 SLOT_BYTES = 8 << 20
 GRAIN_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
 class _Target:
-    """One receiver. ``channel``: None while none is open; ``is_cut``: nothing more is begun."""
+    """One receiver. ``channels``: none or one a lane; ``is_cut``: nothing more is begun."""
 
     where: Where
-    channel: Channel | None = None
+    channels: tuple[Channel, ...] = ()
     is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
-    """Parts that are not answered yet, in the order of their answers, and slots that hold none."""
+class _Lane:
+    """A connection, parts on it that are not answered yet, in the order of their answers, and free slots."""
 
+    channel: Channel
     sent: deque[tuple[int, Part]]
     free: list[int]
 
@@ -94,8 +99,8 @@ class StagedSender:
         target = self._targets.get(receiver)
         if target is not None:
             target.is_cut = True
-            if target.channel is not None:
-                target.channel.close()
+            for channel in target.channels:
+                channel.close()
 
     def disconnect(self, receiver: int) -> None:
         target = self._targets.pop(receiver, None)
@@ -110,8 +115,16 @@ class StagedSender:
             self._pinned = None
         self._carrier.close()
 
-    def _open(self, target: _Target) -> Channel:
-        where = target.where
+    def _open(self, target: _Target) -> None:
+        """Connect every lane."""
+        try:
+            for _ in range(LANES):
+                target.channels += (self._greet(target.where),)
+        except TransferError:
+            self._drop(target)
+            raise
+
+    def _greet(self, where: Where) -> Channel:
         try:
             stream = socket.create_connection((where.host, where.port), self._timeout)
         except OSError as error:
@@ -128,41 +141,46 @@ class StagedSender:
         except TransferError:
             channel.close()
             raise
-        target.channel = channel
         return channel
 
     def _write(self, target: _Target, pieces: Pieces) -> None:
         assert self._mover is not None, "buffers are registered first"
         if target.is_cut:
             raise Closed("the decode server is gone")
-        channel = target.channel or self._open(target)
-        window = _Window(deque(), list(range(SLOTS)))
-        for each in parts(pieces, self._slot_bytes, GRAIN_BYTES):
-            if not window.free:
-                self._settle(channel, window)
-            slot = window.free.pop()
+        if not target.channels:
+            self._open(target)
+        lanes = [
+            _Lane(channel, deque(), list(range(number, SLOTS, LANES)))
+            for number, channel in enumerate(target.channels)
+        ]
+        for number, each in enumerate(parts(pieces, self._slot_bytes, GRAIN_BYTES)):
+            lane = lanes[number % LANES]
+            if not lane.free:
+                self._settle(lane)
+            slot = lane.free.pop()
             source = Blocks.source(each)
             self._mover.gather(source, self._slots[slot])
             if target.is_cut:
                 raise Closed("the decode server is gone")
             start = slot * self._slot_bytes
             part = Part(start=start, nbytes=source.nbytes, columns=Blocks.target(each).pack())
-            window.sent.append((slot, part))
-            channel.send(part)
-        while window.sent:
-            self._settle(channel, window)
+            lane.sent.append((slot, part))
+            lane.channel.send(part)
+        for lane in lanes:
+            while lane.sent:
+                self._settle(lane)
 
-    def _settle(self, channel: Channel, window: _Window) -> None:
+    def _settle(self, lane: _Lane) -> None:
         """Wait until a part has arrived; one that came too late to be written is sent again."""
         deadline = time.monotonic() + self._timeout
         while True:
-            late = self._answer(channel, deadline - time.monotonic()).late
-            slot, part = window.sent.popleft()
+            late = self._answer(lane.channel, deadline - time.monotonic()).late
+            slot, part = lane.sent.popleft()
             if not late:
-                window.free.append(slot)
+                lane.free.append(slot)
                 return
-            window.sent.append((slot, part))
-            channel.send(part)
+            lane.sent.append((slot, part))
+            lane.channel.send(part)
 
     def _answer(self, channel: Channel, seconds: float) -> Answer:
         answer = channel.receive(seconds)
@@ -173,6 +191,6 @@ class StagedSender:
         return answer
 
     def _drop(self, target: _Target) -> None:
-        if target.channel is not None:
-            target.channel.close()
-            target.channel = None
+        for channel in target.channels:
+            channel.close()
+        target.channels = ()
