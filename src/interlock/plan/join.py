@@ -102,6 +102,9 @@ def a2a_problem(backend: A2ABackend, here: Situation) -> str | None:
         return f"reaches ranks of one machine only, and --nnodes is {here.nnodes}"
     if here.dtype not in backend.row_dtypes:
         return f"carries rows of {_list(backend.row_dtypes)}, not {here.dtype}"
+    if backend.hidden_sizes and here.hidden_size not in backend.hidden_sizes:
+        sizes = ", ".join(map(str, backend.hidden_sizes))
+        return f"carries rows of hidden sizes {sizes}, not {here.hidden_size}"
     if here.hidden_size % backend.hidden_multiple:
         return f"needs a hidden size that is a multiple of {backend.hidden_multiple}, not {here.hidden_size}"
     if here.ep_size is not None and here.ep_size < backend.min_ranks:

@@ -45,7 +45,8 @@ def matrix(declared: Declarations, facts: MachineFacts, *, device: str, kernels:
                     kernels=kernels,
                     dtype="float32" if weight_format == "float32" else "bfloat16",
                     weight_format=weight_format,
-                    hidden_size=lcm(backend.hidden_multiple, runner.hidden_multiple),
+                    hidden_size=max(backend.hidden_sizes, default=0)
+                    or lcm(backend.hidden_multiple, runner.hidden_multiple),
                     nnodes=1,
                     deterministic=False,
                     facts=facts,
@@ -73,8 +74,5 @@ def _remark(backend: A2ABackend) -> str:
 
 def summaries(declared: Declarations) -> list[tuple[str, str, str]]:
     """(kind, name, summary) of everything registered; what moves no tokens or never ran is said to."""
-    rows = [
-        ("a2a", backend.name, backend.summary + _remark(backend))
-        for backend in declared.a2a.values()
-    ]
+    rows = [("a2a", backend.name, backend.summary + _remark(backend)) for backend in declared.a2a.values()]
     return rows + [("runner", runner.name, runner.summary) for runner in declared.runners.values()]

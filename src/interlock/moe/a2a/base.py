@@ -126,7 +126,7 @@ class A2ABackend:
         devices: "cpu", "cuda".
         links: connections between ranks it can use: "shared_memory", "tcp", "nvlink", "pcie", "rdma".
         min_ranks, max_ranks: size of the EP group.
-        hidden_multiple: the hidden size must be a multiple of it.
+        hidden_multiple: the hidden size must be a multiple of it. hidden_sizes: the only ones, () for any.
         packages: distributions that must be installed.
         native: needs the project's compiled CPU library.
         capturable: phases whose dispatch and combine can be captured in a CUDA graph.
@@ -163,6 +163,7 @@ class A2ABackend:
     min_ranks: int = 1
     max_ranks: int | None = None
     hidden_multiple: int = 1
+    hidden_sizes: tuple[int, ...] = ()
     packages: tuple[str, ...] = ()
     native: bool = False
     capturable: frozenset[Phase] = frozenset()

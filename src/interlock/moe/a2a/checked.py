@@ -215,6 +215,8 @@ def _check_spec(spec: DispatcherSpec, declaration: A2ABackend) -> None:
         raise ContractError(f"{name} does not run on {spec.device.type}")
     if not declaration.min_ranks <= ranks <= (declaration.max_ranks or ranks):
         raise ContractError(f"{name} does not run on {ranks} ranks")
+    if declaration.hidden_sizes and spec.hidden_size not in declaration.hidden_sizes:
+        raise ContractError(f"{name} does not carry rows of hidden size {spec.hidden_size}")
     if spec.hidden_size % declaration.hidden_multiple:
         raise ContractError(
             f"{name} needs a hidden size that is a multiple of {declaration.hidden_multiple}, "

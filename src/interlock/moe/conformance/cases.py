@@ -75,6 +75,8 @@ def settings(backend: A2ABackend, ranks: int, seed: int) -> Iterator[Setting]:
     """An endless walk over what ``backend`` declares."""
     layouts = list(product(*(sorted(backend.layouts[phase]) for phase in Phase)))
     hidden = [size for size in HIDDEN if size % backend.hidden_multiple == 0] or [backend.hidden_multiple]
+    if backend.hidden_sizes:
+        hidden = sorted(backend.hidden_sizes)[:2]
     combinations = list(product(layouts, sorted(backend.row_dtypes), ("float32", "bfloat16")))
     combinations = [c for c in combinations if c[1] in ("fp8", c[2]) and c[2] in backend.result_dtypes]
     order = random.Random(seed)

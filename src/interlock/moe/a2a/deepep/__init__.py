@@ -21,9 +21,6 @@ def problem(site: Site) -> str | None:
     found = legacy_problem(site.facts.packages)
     if found is not None:
         return found
-    if site.hidden_size not in HIDDEN and site.hidden_size > 0:
-        sizes = ", ".join(map(str, HIDDEN))
-        return f"has low-latency kernels for hidden sizes of {sizes}, not {site.hidden_size}"
     if site.ep_size is not None and site.ep_size not in RANKS:
         return f"has settings for {', '.join(map(str, RANKS))} ranks, not {site.ep_size}"
     if site.ep_size is not None and site.nnodes > 1 and site.ep_size != NVLINK_PEERS * site.nnodes:
@@ -44,6 +41,7 @@ BACKEND = A2ABackend(
     min_ranks=2,
     max_ranks=max(RANKS),
     hidden_multiple=512,
+    hidden_sizes=HIDDEN,
     even_experts=True,
     max_top_k=11,
     max_capacity={Phase.DECODE: MAX_TOKENS},
