@@ -42,23 +42,28 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["tiny", "real_width"])
-def test_an_fp8_cache_errs_as_its_rounding_does(name: str, tmp_path: Path) -> None:
-    """Keys and values in e4m3 have 3 bits behind the point: logits within a few percent of the same engine's
-    with a bfloat16 cache, and the answer goes on through decode graphs."""
-    write_tiny(tmp_path / name, SPECS[name])
-    found = {}
-    for dtype in ("bfloat16", "fp8_e4m3"):
-        with running(tmp_path / name, device="cuda", dtype="bfloat16", kv_cache_dtype=dtype) as runner:
+def test_an_fp8_cache_errs_as_its_rounding_does(tiny: Path) -> None:
+    """Logits with keys and values in e4m3 are as far from those with a wide cache as the plain kernels say on
+    a CPU (random weights route by near ties, so that is far), and answers go on through decode graphs."""
+    usual = cache_error(tiny, device="cpu", kernels="torch", dtype="float32", wide="float32")
+    found = cache_error(tiny, device="cuda", quantization="none", dtype="bfloat16", wide="bfloat16")
+    assert 0.0 < found < 2.5 * usual
+    with running(tiny, device="cuda", dtype="bfloat16", kv_cache_dtype="fp8_e4m3") as runner:
+        assert all(len(each) == GREEDY.max_tokens for each in answers(runner))
+        assert runner.graphs is not None
+        assert runner.graphs.replays > 0
+
+
+def cache_error(folder: Path, *, wide: str, **options: str) -> float:
+    """Median over rows of how far logits move when the cache is in e4m3 and not in ``wide``."""
+    logits = {}
+    for dtype in (wide, "fp8_e4m3"):
+        with running(folder, kv_cache_dtype=dtype, **options) as runner:
             assert runner.receipts()["kv_cache_dtype"] == dtype
-            found[dtype] = torch.cat(prompt_logits(runner))
-            tokens = answers(runner)
-            assert all(len(each) == GREEDY.max_tokens for each in tokens)
-            assert runner.graphs is not None
-            assert runner.graphs.replays > 0
-    error = (found["fp8_e4m3"] - found["bfloat16"]).norm(dim=1) / found["bfloat16"].norm(dim=1)
-    assert 0.0 < float(error.median()) < 0.08
-    assert bool(found["fp8_e4m3"].isfinite().all())
+            logits[dtype] = torch.cat(prompt_logits(runner))
+    assert bool(logits["fp8_e4m3"].isfinite().all())
+    moved = (logits["fp8_e4m3"] - logits[wide]).norm(dim=1) / logits[wide].norm(dim=1)
+    return float(moved.median())
 
 
 def answers(runner: ModelRunner) -> list[list[int]]:
