@@ -25,7 +25,7 @@ from interlock.engine.sampler import Sampler
 from interlock.engine.scheduler import Scheduler
 from interlock.moe.terms import Phase
 from tests.gpu.engines import prompt_logits, running
-from tests.gpu.models import PROMPTS, SPECS, TINY
+from tests.gpu.models import PROMPTS, TINY
 
 pytestmark = [
     pytest.mark.gpu,
