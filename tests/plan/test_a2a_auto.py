@@ -17,7 +17,27 @@ from tests.plan.machines import gpu_machine, machine, tiny_card
 
 
 def plan(facts: MachineFacts, **options: Any) -> LaunchPlan:
-    return resolve(Options.of(model="m", **options), tiny_card(dtype="bfloat16"), facts)
+    """As when ``symmetric`` has been run."""
+    return resolve(
+        Options.of(model="m", **options), tiny_card(dtype="bfloat16"), facts, declared=declared_as_run()
+    )
+
+
+def declared_as_run() -> Declarations:
+    declared = Declarations.registered()
+    run = replace(declared.a2a["symmetric"], never_run="")
+    return replace(declared, a2a={**declared.a2a, "symmetric": run})
+
+
+def test_what_was_never_run_is_not_chosen_by_itself() -> None:
+    untried = Declarations.registered()
+    untried = replace(
+        untried, a2a={**untried.a2a, "symmetric": replace(untried.a2a["symmetric"], never_run="a GPU")}
+    )
+    options = Options.of(model="m", tp_size=4, ep_size=4)
+    made = resolve(options, tiny_card(dtype="bfloat16"), gpu_machine(4), declared=untried)
+    assert made.moe_a2a_backend == "none"
+    assert "symmetric was never run: it wants a GPU" in made.provenance["moe_a2a_backend"].reason
 
 
 def test_experts_spread_over_gpus_of_one_machine_are_exchanged() -> None:
@@ -75,7 +95,7 @@ def test_the_bytes_count_the_alignment_that_the_runner_wants() -> None:
     card = tiny_card(dtype="bfloat16")
     loose, tight = (
         resolve(
-            Options.of(model="m", tp_size=2, ep_size=2, moe_runner_backend="triton"),
+            Options.of(model="m", tp_size=2, moe_a2a_backend="symmetric", moe_runner_backend="triton"),
             card,
             gpu_machine(2),
             declared=aligned,

@@ -45,8 +45,8 @@ def decide_a2a(
 def _auto_a2a(
     options: Options, card: ModelCard, declared: Declarations, here: Situation, tp: int
 ) -> Decided[str]:
-    """Where --ep-size spreads the experts: the backend of highest declared priority that works here with some
-    runner. Nothing is exchanged otherwise, and where none does."""
+    """Where --ep-size spreads the experts: the backend of highest declared priority that was ever run and works
+    here with some runner. Nothing is exchanged otherwise, and where none does."""
     still = next(backend.name for backend in declared.a2a.values() if not exchanges(backend))
     if card.experts is None:
         return rule(still, "the model has no experts")
@@ -58,6 +58,8 @@ def _auto_a2a(
         if backend.priority == 0:
             continue
         problem = a2a_problem(backend, here.with_ep_size(ep.value))
+        if problem is None and backend.never_run:
+            problem = f"was never run: it wants {backend.never_run}"
         if problem is None and backend.requires_full_ep and ep.value != tp:
             problem = f"needs different experts on every rank, and --ep-size {ep.value} is not {tp}"
         if problem is None and all(found for _, found in candidates(backend, declared.runners, here)):
