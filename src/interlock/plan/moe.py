@@ -45,8 +45,8 @@ def decide_a2a(
 def _auto_a2a(
     options: Options, card: ModelCard, declared: Declarations, here: Situation, tp: int
 ) -> Decided[str]:
-    """Where --ep-size spreads the experts: the backend of highest declared priority that was ever run and works
-    here with some runner. Nothing is exchanged otherwise, and where none does."""
+    """Where --ep-size spreads the experts: the backend of highest declared priority that was ever run and
+    works here with some runner. Nothing is exchanged otherwise, and where none does."""
     still = next(backend.name for backend in declared.a2a.values() if not exchanges(backend))
     if card.experts is None:
         return rule(still, "the model has no experts")
