@@ -18,7 +18,7 @@ from tests.moe.fake_deep_gemm import FakeModule
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: torch's CPU builds bring none")
 
-from interlock.kernels.triton.compile_ahead import compile_ahead  # noqa: E402
+from interlock.kernels.triton.compile_ahead import TritonCompiler  # noqa: E402
 from interlock.moe.experts.deep_gemm import RUNNER  # noqa: E402
 from interlock.moe.experts.deep_gemm.library import DeepGemm, load_deep_gemm  # noqa: E402
 from interlock.moe.experts.deep_gemm.runner import DeepGemmRunner  # noqa: E402
@@ -159,7 +159,9 @@ def test_the_first_call_that_is_no_rehearsal_waits_for_the_compiler(library, kin
     ids, weights = random_routes(3, K, EXPERTS, device=where)
     rows = ReplicatedRows(torch.randn(3, HIDDEN, device=where).to(BF16), ids, weights)
     if not isinstance(library.module, FakeModule):
-        compile_ahead(lambda: runner.run_summed(rows, BF16))
+        compiler = TritonCompiler(4)
+        compiler.compile_ahead(lambda: runner.run_summed(rows, BF16))
+        compiler.close()
     assert compiled == []
     Timer(0.1, held.set).start()
     runner.run_summed(rows, BF16)

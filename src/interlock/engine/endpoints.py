@@ -39,6 +39,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
         reports: address of the launcher, on nodes without the front end.
         ranks_on_node: ranks of this node, consecutive ones.
         stacks: file descriptor that takes the rank's Python stacks when it is asked for them; -1 for none.
+        begun: when the process was started, on this machine's monotonic clock; None where nobody counts.
     """
 
     plan: LaunchPlan
@@ -48,6 +49,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     reports: str = ""
     ranks_on_node: int = 1
     stacks: int = -1
+    begun: float | None = None
 
 
 class Linked(msgspec.Struct, frozen=True, tag="linked"):

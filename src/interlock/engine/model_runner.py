@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import time
+import os
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -16,6 +15,7 @@ from interlock.engine.batch import StepArrays, prompt_row_blocks, to_step
 from interlock.engine.decode_graphs import DecodeGraphs, DecodeOutput
 from interlock.engine.receipts import observe_runner
 from interlock.engine.recorder import recorded
+from interlock.engine.start_clock import StartClock
 from interlock.engine.step import Step
 from interlock.engine.step_buffers import Space, StepBuffers
 from interlock.engine.upload import upload
@@ -29,8 +29,6 @@ from interlock.parallel.topology import Groups
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.plugins import load_symbol
 
-logger = logging.getLogger(__name__)
-
 
 class ModelRunner:
     """One rank's model. Built in the order buffers, weights, KV pools, so that sizes come from the plan.
@@ -38,13 +36,16 @@ class ModelRunner:
     Args:
         plan: the launch plan.
         groups: the groups of this rank.
+        clock: is told what the start takes.
     """
 
-    def __init__(self, plan: LaunchPlan, groups: Groups) -> None:
+    def __init__(self, plan: LaunchPlan, groups: Groups, clock: StartClock | None = None) -> None:
         self.plan = plan
         self.groups = groups
+        self.clock = clock or StartClock()
         self.device = torch.device(plan.device)
         self.kernels = get_kernels(plan.kernels, threads=plan.threads)
+        self._compiler = self.kernels.compiler(_cores_of_a_rank(plan))
         self.context = ModelContext(
             plan=plan,
             kernels=self.kernels,
@@ -57,6 +58,7 @@ class ModelRunner:
         self.source: WeightSource | None = None
         self.cache: KVCache | None = None
         self.graphs: DecodeGraphs | None = None
+        self.clock.mark("building")
 
     def load(self, storage: Storage | None = None) -> None:
         """Read or make the weights, then reserve the KV pools, in ``storage`` where one is given."""
@@ -64,6 +66,7 @@ class ModelRunner:
             self.source = source
             self.model.load(source)
         self.cache = allocate(self.plan, self.device, storage)
+        self.clock.mark("weights")
 
     def warm_up(self) -> None:
         """Run one step of each phase through every layer; writes only to pages that nobody owns yet.
@@ -76,25 +79,26 @@ class ModelRunner:
             pages = -(-self.plan.max_model_len // self.plan.page_size)
             buffers = StepBuffers(max(sizes), pages, space, self.device)
             self.graphs = DecodeGraphs(sizes, self._forward, self.logits, buffers)
-        begun = time.monotonic()
-        self.kernels.compile_ahead(self._run_once)
-        compiled = time.monotonic()
+        if self._compiler is not None:
+            report = self._compiler.compile_ahead(self._run_once)
+            self._compiler.close()
+            self.clock.tell(compiled=asdict(report))
+            self.clock.mark("compiling")
         self._run_once()
-        ran = time.monotonic()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.clock.mark("first steps")
         if self.graphs is not None:
             self.graphs.capture()
-        spans = (compiled - begun, ran - compiled, time.monotonic() - ran)
-        logger.debug("warm-up: compiled in %.1f s, ran in %.1f s, captured in %.1f s", *spans)
+            self.clock.mark("capturing")
 
     def _run_once(self) -> None:
-        """Every kind of step once. Decode steps come before full chunks, whose library kernels compile for
-        longest, beside the others."""
+        """Every kind of step once. Full chunks come first: their kernels compile for longest."""
         small, *large = warm_up_phases(self.plan, self.device)
-        self._run(small)
+        for steps in (*large, small):
+            self._run(steps)
         if self.graphs is not None:
             self.graphs.run_once()
-        for steps in large:
-            self._run(steps)
 
     def _run(self, steps: Iterable[Step]) -> None:
         for step in steps:
@@ -141,9 +145,16 @@ class ModelRunner:
         return observe_runner(self)
 
     def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
         self.context.moe.close()
 
     def _forward(self, step: Step) -> torch.Tensor:
         self.context.moe.meter.begin_step(step.phase, step.live_tokens)
         hidden: torch.Tensor = self.model.forward(step, self.cache)
         return hidden
+
+
+def _cores_of_a_rank(plan: LaunchPlan) -> int:
+    """This process's cores, shared with the other ranks of the node; more than 32 would have little to do."""
+    return max(1, min(32, len(os.sched_getaffinity(0)) // (plan.tp_size // plan.nnodes)))

@@ -50,6 +50,7 @@ class RankProcesses:
                     reports=reports,
                     ranks_on_node=place.ranks_on_node,
                     stacks=self._stack_files[rank].descriptor,
+                    begun=time.monotonic(),
                 )
             )
             for rank in place.ranks

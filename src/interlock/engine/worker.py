@@ -6,6 +6,7 @@ ends when it is told to, when anything fails, or when the launcher, which holds 
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 from contextlib import closing
@@ -27,11 +28,14 @@ from interlock.engine.receipts import observe_devices, observe_scheduler
 from interlock.engine.same_launch import refuse_other_launch
 from interlock.engine.scheduler import Scheduler
 from interlock.engine.stacks import answer_with_stacks
+from interlock.engine.start_clock import StartClock
 from interlock.heap import steady_heap
 from interlock.logs import configure
 from interlock.parallel.launch import Rendezvous, joined_world
 from interlock.parallel.topology import Groups
 from interlock.plan.launch_plan import LaunchPlan
+
+logger = logging.getLogger(__name__)
 
 LAUNCH_KEY = "launch"
 LAST_WORDS_MS = 2000
@@ -56,8 +60,10 @@ def main() -> None:
 
 def run_rank(spec: RankSpec) -> int:
     """Run one rank to its end; returns the process's exit code."""
+    clock = StartClock(spec.begun)
     torch.set_num_threads(1)
     torch.manual_seed(spec.plan.seed)
+    clock.mark("process and imports")
     with closing(_Told(spec)) as told:
         try:
             rendezvous = Rendezvous.open(
@@ -66,14 +72,17 @@ def run_rank(spec: RankSpec) -> int:
             launch = _agree_on_launch(spec, rendezvous)
             told.link(launch.endpoints)
             refuse_other_launch(spec.plan, launch.plan)
-            _run_in_world(msgspec.structs.replace(spec, plan=launch.plan), launch.endpoints, rendezvous, told)
+            spec = msgspec.structs.replace(spec, plan=launch.plan)
+            _run_in_world(spec, launch.endpoints, rendezvous, told, clock)
         except Exception as error:
             told.send(_failure(spec.rank, error))
             return 1
     return 0
 
 
-def _run_in_world(spec: RankSpec, endpoints: Endpoints, rendezvous: Rendezvous, told: _Told) -> None:
+def _run_in_world(
+    spec: RankSpec, endpoints: Endpoints, rendezvous: Rendezvous, told: _Told, clock: StartClock
+) -> None:
     plan = spec.plan
     if plan.device == "cuda":
         torch.cuda.set_device(spec.rank % spec.ranks_on_node // plan.ranks_per_gpu)
@@ -88,7 +97,8 @@ def _run_in_world(spec: RankSpec, endpoints: Endpoints, rendezvous: Rendezvous, 
         ) as groups,
         torch.inference_mode(),
     ):
-        _Rank(spec, groups, rendezvous, activity).run(told.context, endpoints, told.outputs)
+        clock.mark("joining")
+        _Rank(spec, groups, rendezvous, activity, clock).run(told.context, endpoints, told.outputs)
 
 
 class _Told:
@@ -138,12 +148,20 @@ class _Told:
 class _Rank:
     """One rank from building to its end."""
 
-    def __init__(self, spec: RankSpec, groups: Groups, rendezvous: Rendezvous, activity: Activity) -> None:
+    def __init__(
+        self,
+        spec: RankSpec,
+        groups: Groups,
+        rendezvous: Rendezvous,
+        activity: Activity,
+        clock: StartClock,
+    ) -> None:
         self._spec = spec
+        self._clock = clock
         self._groups = groups
         self._rendezvous = rendezvous
         self._activity = activity
-        self._runner = ModelRunner(spec.plan, groups)
+        self._runner = ModelRunner(spec.plan, groups, clock)
         is_leader = groups.attn_tp.rank == 0
         self._scheduler = Scheduler(spec.plan, replica=groups.attn_dp.rank) if is_leader else None
         self._gate = GrammarGate(spec.plan)
@@ -159,11 +177,13 @@ class _Rank:
             assert self._runner.cache is not None
             self._part.register(self._runner.cache)
             self._rendezvous.wait_for_all("loaded")
+            self._clock.mark("waiting for ranks")
             if self._spec.plan.kernels == "torch":
                 torch.set_num_threads(self._spec.plan.threads)
             self._runner.warm_up()
             self._gate.finish_preparing()
             self._groups.world.barrier()
+            self._clock.mark("waiting for ranks")
             self._activity.report = LoadReport(self._runner)
             channel = StepChannel(self._groups.attn_tp)
             if self._scheduler is None:
@@ -211,7 +231,9 @@ class _Rank:
             inputs.close()
 
     def _say_ready(self, outputs: zmq.Socket[bytes], of_leader: dict[str, object]) -> None:
-        receipts = {**self._receipts(), **of_leader}
+        self._clock.mark("becoming ready")
+        logger.info("%s", self._clock)
+        receipts = {**self._receipts(), **of_leader, "start": self._clock.report()}
         outputs.send(msgspec.msgpack.encode(RankReady(rank=self._spec.rank, receipts=receipts)))
 
     def _receipts(self) -> dict[str, object]:

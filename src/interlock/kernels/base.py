@@ -73,15 +73,46 @@ class QuantisedRows:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class CompileReport:
+    """What compiling ahead took.
+
+    Attributes:
+        rehearsed_seconds: finding out what will be launched; compilation goes on meanwhile.
+        waited_seconds: from then until all was compiled and loaded.
+        cpu_seconds: of all processes that compiled.
+        slowest: names of kernels and the seconds from the start of their compilation to its end.
+    """
+
+    kernels: int
+    rehearsed_seconds: float
+    waited_seconds: float
+    cpu_seconds: float
+    slowest: tuple[tuple[str, float], ...]
+
+
+class Compiler(Protocol):
+    """Compiles kernels before they are launched; made long before its use, since it needs time to start."""
+
+    def compile_ahead(self, rehearse: Callable[[], None]) -> CompileReport:
+        """Compile whatever ``rehearse`` would launch, in parallel. What it computes meanwhile means nothing.
+
+        Raises:
+            StartupError: something does not compile.
+        """
+
+    def close(self) -> None:
+        """End its processes; idempotent."""
+
+
 class Kernels(Protocol):
     """Compute kernels of one device. Row strides of inputs may be larger than the row; last dim is dense."""
 
     name: str
     row_invariant: bool
 
-    def compile_ahead(self, rehearse: Callable[[], None]) -> None:
-        """Compile whatever ``rehearse`` would launch, in parallel, before it runs for real. What it computes
-        meanwhile means nothing. A set that is compiled already does not call it."""
+    def compiler(self, processes: int) -> Compiler | None:
+        """Start what compiles ``processes`` kernels at a time; None for a set that is compiled already."""
 
     def pack_linear(self, weight: torch.Tensor) -> PackedWeight:
         """Pack [N, K] float32 or bfloat16; may free nothing of its input."""

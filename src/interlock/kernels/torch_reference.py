@@ -5,8 +5,6 @@ Any device and any float dtype; float64 inputs are computed in float64, everythi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from interlock.kernels import torch_draw
@@ -45,7 +43,7 @@ class TorchKernels:
     name = "torch"
     row_invariant = False
 
-    def compile_ahead(self, rehearse: Callable[[], None]) -> None:
+    def compiler(self, processes: int) -> None:
         """Nothing is compiled at a launch."""
 
     def pack_linear(self, weight: torch.Tensor) -> PackedWeight:

@@ -5,7 +5,6 @@ Legend: as in ``kernels/base.py``. float32 and bfloat16 only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -65,7 +64,7 @@ class CpuKernels:
         self._native = native_library()
         self._arena = WeightArena()
 
-    def compile_ahead(self, rehearse: Callable[[], None]) -> None:
+    def compiler(self, processes: int) -> None:
         """Nothing is compiled at a launch."""
 
     def pack_linear(self, weight: torch.Tensor) -> PackedWeight:

@@ -7,12 +7,11 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from interlock.kernels.base import ExpertRows, PackedExperts, PackedWeight, QuantisedRows
-from interlock.kernels.triton import attention, compile_ahead, draw, linear, moe, norm, rope
+from interlock.kernels.triton import attention, draw, linear, moe, norm, rope
+from interlock.kernels.triton.compile_ahead import TritonCompiler
 from interlock.kernels.triton.expert_tensors import GROUP, ExpertTensors, pad_width, quantise_blocks
 from interlock.kernels.triton.row_blocks import RowLists
 from interlock.kernels.triton.tuned import MoeConfig, MoeShape, load_table, nearest
@@ -24,8 +23,8 @@ class TritonKernels:
     name = "triton"
     row_invariant = False
 
-    def compile_ahead(self, rehearse: Callable[[], None]) -> None:
-        compile_ahead.compile_ahead(rehearse)
+    def compiler(self, processes: int) -> TritonCompiler:
+        return TritonCompiler(processes)
 
     def pack_linear(self, weight: torch.Tensor) -> PackedWeight:
         rows, depth = weight.shape

@@ -12,6 +12,8 @@ Legend: E experts, R rows of the aligned segments, M rows of a slab, N weight ro
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -21,6 +23,8 @@ import torch
 
 from interlock.errors import StartupError
 from interlock.kernels.triton.compile_ahead import rehearsing
+
+logger = logging.getLogger(__name__)
 
 EXPECTED_ROWS = 1024
 """Rows an expert is said to have when the library chooses its tiles. One number for all calls, so that one
@@ -51,7 +55,7 @@ class DeepGemm:
         meanwhile.
         """
         if shape not in self._compiled:
-            self._compiled[shape] = self._thread.submit(compile_all)
+            self._compiled[shape] = self._thread.submit(_timed, compile_all)
 
     def finish(self) -> None:
         """Wait until all that was asked for is compiled.
@@ -59,6 +63,7 @@ class DeepGemm:
         Raises:
             StartupError: it cannot be compiled.
         """
+        begun = time.monotonic()
         for compiled in self._compiled.values():
             try:
                 compiled.result()
@@ -68,6 +73,7 @@ class DeepGemm:
                     "CUDA_HOME or PATH, and writes to ~/.deep_gemm); --moe-runner-backend triton_fp8 needs "
                     "neither"
                 ) from problem
+        logger.debug("deep_gemm: waited %.1f s for its compiler", time.monotonic() - begun)
 
     def contiguous(
         self,
@@ -122,6 +128,12 @@ class DeepGemm:
             expected_rows,
         )
         return out
+
+
+def _timed(compile_all: Callable[[], None]) -> None:
+    begun = time.monotonic()
+    compile_all()
+    logger.debug("deep_gemm: compiled in %.1f s, beside other work", time.monotonic() - begun)
 
 
 @cache
