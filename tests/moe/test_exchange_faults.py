@@ -70,11 +70,11 @@ def test_nccl_of_another_version_is_told_apart(tmp_path: Path, monkeypatch: pyte
             return str(tmp_path)
 
     monkeypatch.setattr(buffer.importlib, "import_module", lambda name: Packages)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(buffer, "loaded_version", lambda: (2, 28, 9))
     spec = fault_work.spec_of(_Groups(), device=torch.device("cuda"))
     with pytest.raises(StartupError, match=r"NCCL 2\.30\.7 .* loaded NCCL 2\.28\.9: start with LD_PRELOAD="):
         buffer.check_nccl(object(), spec)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(buffer, "loaded_version", lambda: (2, 30, 7))
     buffer.check_nccl(object(), spec)
 
 

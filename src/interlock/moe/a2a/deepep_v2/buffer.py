@@ -18,6 +18,7 @@ from interlock.moe.a2a.deepep.library import closed_to_torch_fills, load_library
 from interlock.moe.a2a.deepep.package import how_to_install
 from interlock.moe.a2a.deepep_v2.fitness import DISABLE_GIN, NCCL_ROOT
 from interlock.moe.a2a.deepep_v2.sizes import HYBRID, symmetric_bytes
+from interlock.plan.nccl import loaded_version
 
 BACKEND_FLAG = "--moe-a2a-backend deepep_v2"
 COMPILE_SECONDS = 100
@@ -102,9 +103,8 @@ def check_nccl(library: Any, spec: DispatcherSpec) -> None:
         return
     root = importlib.import_module("deep_ep.utils.find_pkgs").find_nccl_root(optional=True)
     compiled = header_version(Path(root or "") / "include" / "nccl.h")
-    nccl: Any = torch.cuda.nccl
-    loaded = tuple(nccl.version())
-    if compiled and compiled != loaded:
+    loaded = loaded_version()
+    if compiled and loaded and compiled != loaded:
         raise StartupError(
             f"{BACKEND_FLAG}: deep_ep compiles its kernels for NCCL {_dotted(compiled)} ({root}), and this "
             f"process has loaded NCCL {_dotted(loaded)}: start with LD_PRELOAD={root}/lib/libnccl.so.2, or "
