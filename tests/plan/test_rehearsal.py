@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from interlock.errors import Refusal
 from interlock.options import Options
+from interlock.plan import nccl
 from interlock.plan.explain import summary
 from interlock.plan.facts import MachineFacts
 from interlock.plan.launch_plan import LaunchPlan
@@ -171,3 +173,15 @@ def test_versions_are_compared_as_numbers(parts: list[int]) -> None:
 @pytest.mark.parametrize("text", ["", "2.x", "2.30.7rc1", "-1"])
 def test_what_is_no_version_is_nothing(text: str) -> None:
     assert version_numbers(text) == ()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_mapped_library_itself_says_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not torch, which states the headers that it was compiled with."""
+    source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
+    source.write_text("int ncclGetVersion(int *number) { *number = 23007; return 0; }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    monkeypatch.setattr(nccl, "mapped_nccl", lambda: (library,))
+    assert nccl.loaded_version() == (2, 30, 7)
+    monkeypatch.setattr(nccl, "mapped_nccl", tuple)
+    assert nccl.loaded_version() == ()

@@ -3,6 +3,7 @@ path, and what is mapped into this process already (``LD_PRELOAD``)."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import re
 import sys
@@ -65,6 +66,18 @@ def mapped_nccl() -> tuple[Path, ...]:
         return ()
     paths = (line.split(maxsplit=5)[5] for line in lines if "/libnccl.so" in line)
     return tuple(dict.fromkeys(map(Path, paths)))
+
+
+def loaded_version() -> tuple[int, ...]:
+    """What the mapped library says of itself, such as (2, 30, 7); () where none is mapped.
+
+    ``torch.cuda.nccl.version()`` is no substitute: it states the headers that torch was compiled with.
+    """
+    for path in mapped_nccl():
+        number = ctypes.c_int()
+        if ctypes.CDLL(str(path)).ncclGetVersion(ctypes.byref(number)) == 0:
+            return number.value // 10000, number.value // 100 % 100, number.value % 100
+    return ()
 
 
 def _torch_folder() -> Path | None:
