@@ -62,6 +62,7 @@ class InProcessArm:
                 "overlap_schedule": False,
                 "disaggregation_mode": "none",
                 "stall_timeout": plan.stall_timeout,
+                "ranks_per_gpu": 1,
                 "nnodes": 1,
                 "node_rank": 0,
             }
