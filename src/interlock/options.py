@@ -164,7 +164,7 @@ _DEFINITIONS: Final = (
     Option(
         "moe_a2a_backend", Kind.CHOICE, AUTO, EXPERTS, items=("moe_a2a_backend",),
         choices=_a2a_names, broken=_broken_a2a,
-        help="how tokens reach the ranks that hold their experts; auto exchanges where --ep-size is over 1",
+        help="how tokens reach the ranks that hold their experts; auto: one that ran, if --ep-size > 1",
         peers=("all2all-backend", "a2a-backend"),
     ),
     Option(

@@ -7,34 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from interlock.errors import Refusal
-from interlock.moe.terms import Layout
 from interlock.options import Options
 from interlock.plan import decided as from_
 from interlock.plan.a2a_buffers import Exchange, buffer_bytes
-from interlock.plan.a2a_mode import decide_a2a_mode
 from interlock.plan.capacity import (
     Limits,
     decide_limits,
     refuse_capacity_beyond,
-    refuse_capacity_without_experts,
 )
 from interlock.plan.card import ModelCard
 from interlock.plan.cut import cut_card
 from interlock.plan.decided import Decided, asked_text, from_model, rule
 from interlock.plan.device import Compute, decide_compute
 from interlock.plan.disaggregation import decide_disaggregation
+from interlock.plan.expert_parallelism import decide_expert_parallelism
 from interlock.plan.facts import MachineFacts
-from interlock.plan.join import Declarations, Situation, exchanges
+from interlock.plan.join import Declarations, Situation
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.plan.memory import Fixed, PageSpaces, available_bytes, decide_pools, estimate, widest_window
-from interlock.plan.moe import Experts, check_a2a, decide_a2a, decide_experts
 from interlock.plan.moe_overlap import decide_overlap
 from interlock.plan.nearest import with_alternatives
 from interlock.plan.rehearsal import decide_rehearsal
 from interlock.plan.server import server_items
 from interlock.plan.stepping import decide_stepping
-from interlock.plan.topology import World, decide_ep, decide_world
-from interlock.plan.weight_format import FP8, decide_expert_format, decide_linear_formats, offered_format
+from interlock.plan.topology import World, decide_world
+from interlock.plan.weight_format import decide_linear_formats, offered_format
 from interlock.plan.weights import (
     DTYPE_BYTES,
     Slices,
@@ -83,76 +80,47 @@ def _resolve(
     world = decide_world(options, card)
     compute = decide_compute(options, card, facts, world, declared)
     rehearsal = decide_rehearsal(options, facts, world.ranks_per_gpu.value)
-    situation = Situation(
-        device=compute.device.value,
-        kernels=compute.kernels.value,
-        dtype=compute.dtype.value,
-        weight_format=offered_format(options, card),
-        quantization=options.text("quantization"),
-        weight_block=card.weight_block,
-        hidden_size=card.hidden_size,
-        nnodes=world.nnodes.value,
-        deterministic=options.switch("deterministic"),
-        facts=facts,
-        num_experts=card.experts.num_experts if card.experts else None,
-        top_k=card.experts.top_k if card.experts else None,
-    )
+    situation = _situation(options, card, facts, world, compute)
     linears = decide_linear_formats(
         options, card, facts, world, kernels=compute.kernels.value, dtype=compute.dtype.value
     )
-    a2a, backend = decide_a2a(options, card, declared, situation, world.tp_size.value)
-    a2a_mode = decide_a2a_mode(options, backend, declared.a2a, world.nnodes.value)
-    experts = decide_experts(options, card, backend, declared, situation)
-    runner = declared.runners.get(experts.runner.value)
-    expert_format = decide_expert_format(options, card, runner, compute.dtype.value)
-    tp = world.tp_size.value
-    ep = decide_ep(
-        options,
-        card,
-        tp,
-        exchanges=exchanges(backend),
-        full_ep=exchanges(backend) and backend.requires_full_ep,
-        sliced_block=max(card.weight_block) if expert_format.value == FP8 else 1,
-    )
-    check_a2a(backend, card, declared, situation.with_ep_size(ep.value))
-    if card.experts is None:
-        refuse_capacity_without_experts(options)
+    moe = decide_expert_parallelism(options, card, declared, situation, world)
     disaggregation = decide_disaggregation(
         options, declared.transfers, facts, device=compute.device.value, nnodes=world.nnodes.value
     )
     mode = disaggregation.mode.value
-    limits = decide_limits(options, world, experts, compute.device.value, mode)
-    refuse_capacity_beyond(backend.max_capacity, backend.name, limits, world.attn_tp_size)
+    limits = decide_limits(options, world, moe.experts, compute.device.value, mode)
+    refuse_capacity_beyond(moe.backend.max_capacity, moe.backend.name, limits, world.attn_tp_size)
     slices = Slices(
         attn_tp=world.attn_tp_size,
-        ep=ep.value,
-        experts_tp=tp // ep.value,
+        ep=moe.ep.value,
+        experts_tp=world.tp_size.value // moe.ep.value,
         dtype_bytes=DTYPE_BYTES[compute.dtype.value],
-        expert_bytes=element_bytes(expert_format.value),
+        expert_bytes=element_bytes(moe.weight_format.value),
         attention_bytes=element_bytes(linears.attention.value),
         mlp_bytes=element_bytes(linears.mlp.value),
     )
-    overlap = decide_overlap(options, card, backend, declared, limits)
-    sources = ep.value if exchanges(backend) else world.attn_dp_size.value
+    overlap = decide_overlap(options, card, moe.backend, declared, limits)
+    sources = moe.ep.value if moe.exchanges else world.attn_dp_size.value
     buffers = buffer_bytes(
-        backend,
+        moe.backend,
         card,
-        experts,
+        moe.experts,
         limits,
         Exchange(
             sources=sources,
             nodes=world.nnodes.value,
-            mode=a2a_mode.value,
-            alignment=runner.alignment if runner else 1,
+            mode=moe.mode.value,
+            alignment=moe.runner.alignment if moe.runner else 1,
             halves=overlap.value,
         ),
         slices.dtype_bytes,
     )
-    stepping = decide_stepping(options, compute, world, limits, backend, mode)
+    stepping = decide_stepping(options, compute, world, limits, moe.backend, mode)
     fixed = Fixed(
         weights=weight_bytes(card, slices),
         a2a_buffers=buffers,
-        activations=_activations(card, slices, limits, world, exchanging=exchanges(backend)),
+        activations=_activations(card, slices, limits, world, exchanging=moe.exchanges),
         graphs=graph_bytes(card, slices, stepping.cuda_graph_sizes.value),
     )
     extra = _window_extra(options, card)
@@ -164,17 +132,14 @@ def _resolve(
         **compute.items(),
         "attention_weight_format": linears.attention,
         "mlp_weight_format": linears.mlp,
-        "expert_weight_format": expert_format,
         "num_hidden_layers": layers,
-        **_ranks(world, ep),
-        "moe_a2a_backend": a2a,
-        "moe_a2a_mode": a2a_mode,
-        **_experts(experts),
+        **_ranks(world),
+        **moe.items(),
         "moe_prefill_capacity": limits.prefill_capacity,
         "moe_decode_capacity": limits.decode_capacity,
         "moe_overlap": overlap,
         "moe_buffer_bytes": rule(
-            buffers, f"declared by --moe-a2a-backend {backend.name} for T of {sources} ranks"
+            buffers, f"declared by --moe-a2a-backend {moe.backend.name} for T of {sources} ranks"
         ),
         "deterministic": from_.switch(options, "deterministic"),
         "max_model_len": pools.max_model_len,
@@ -195,28 +160,34 @@ def _resolve(
     return _assemble(items)
 
 
-def _ranks(world: World, ep: Decided[int]) -> dict[str, Decided[Any]]:
+def _situation(
+    options: Options, card: ModelCard, facts: MachineFacts, world: World, compute: Compute
+) -> Situation:
+    return Situation(
+        device=compute.device.value,
+        kernels=compute.kernels.value,
+        dtype=compute.dtype.value,
+        weight_format=offered_format(options, card),
+        quantization=options.text("quantization"),
+        weight_block=card.weight_block,
+        hidden_size=card.hidden_size,
+        nnodes=world.nnodes.value,
+        deterministic=options.switch("deterministic"),
+        facts=facts,
+        num_experts=card.experts.num_experts if card.experts else None,
+        top_k=card.experts.top_k if card.experts else None,
+    )
+
+
+def _ranks(world: World) -> dict[str, Decided[Any]]:
     return {
         "tp_size": world.tp_size,
-        "ep_size": ep,
         "attn_dp_size": world.attn_dp_size,
         "nnodes": world.nnodes,
         "node_rank": world.node_rank,
         "dist_init": world.dist_init,
         "ranks_per_gpu": world.ranks_per_gpu,
     }
-
-
-def _experts(experts: Experts) -> dict[str, Decided[Any]]:
-    return {
-        "moe_runner_backend": experts.runner,
-        "moe_layout_prefill": _name(experts.layout_prefill),
-        "moe_layout_decode": _name(experts.layout_decode),
-    }
-
-
-def _name(layout: Decided[Layout]) -> Decided[str]:
-    return Decided(layout.value.value, layout.source, layout.reason)
 
 
 def _assemble(items: Mapping[str, Decided[Any]]) -> LaunchPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
@@ -12,14 +12,11 @@ from interlock.errors import StartupError
 from interlock.moe.a2a.ascend_fuseep import BACKEND, MAX_EXPERTS
 from interlock.moe.a2a.base import A2ABackend, ContiguousRows, ContractError, DispatcherSpec, ExpertInput
 from interlock.moe.a2a.checked import CheckedDispatcher, buffer_shape
+from interlock.moe.a2a.torch_groups import process_group
 from interlock.moe.layouts import Segments, aligned_segments, filled_rows
 from interlock.moe.terms import Phase
 
 FLAG = "--moe-a2a-backend ascend_fuseep"
-
-
-class _TorchGroup(Protocol):
-    process_group: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class AscendFuseEp(CheckedDispatcher):
 
     def _group_name(self) -> str:
         """HCCL's name of the EP group."""
-        group = cast(_TorchGroup, self.spec.groups.ep).process_group
+        group: Any = process_group(self.spec.groups.ep)
         name: str = group._get_backend(torch.device("npu")).get_hccl_comm_name(self.spec.rank)
         return name
 

@@ -10,7 +10,7 @@ Everything travels as bytes: gloo knows no float8.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,9 @@ from interlock.moe.a2a.base import (
 )
 from interlock.moe.a2a.checked import CheckedDispatcher
 from interlock.moe.a2a.collective import BACKEND
+from interlock.moe.a2a.torch_groups import process_group
 from interlock.moe.layouts import aligned_segments, count_lanes, positions, slab_segments
 from interlock.moe.terms import Layout, Phase
-
-
-class _TorchGroup(Protocol):
-    process_group: dist.ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +189,7 @@ class Collective(CheckedDispatcher):
         """Rows of dimension 0 to all ranks: equal parts, or ``sizes_out`` rows to each."""
         if self._ranks == 1:
             return tensor
-        group = cast(_TorchGroup, self.spec.groups.ep).process_group
+        group = process_group(self.spec.groups.ep)
         total = tensor.shape[0] if sizes_in is None else sum(sizes_in)
         received = tensor.new_empty(total, *tensor.shape[1:])
         dist.all_to_all_single(received, tensor.contiguous(), sizes_in, sizes_out, group=group)

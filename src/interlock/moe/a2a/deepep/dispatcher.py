@@ -7,7 +7,7 @@ sent as a token with one expert, comes home alone, and is added here in the cont
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
@@ -26,16 +26,13 @@ from interlock.moe.a2a.deepep.library import closed_to_torch_fills, load_library
 from interlock.moe.a2a.deepep.sizes import NVLINK_PEERS, fixed_bytes, reserved
 from interlock.moe.a2a.low_latency import gather_routes, row_weights
 from interlock.moe.a2a.low_latency_sizes import library_capacity
+from interlock.moe.a2a.torch_groups import process_group, refuse_capture
 from interlock.moe.layouts import aligned_segments, count_lanes, positions
 from interlock.moe.terms import Layout, Phase
 
 FLAG = "--moe-a2a-backend deepep"
 QUEUES = 24
 """The library's own default of queue pairs; low latency wants at least one for each local expert."""
-
-
-class _TorchGroup(Protocol):
-    process_group: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +65,7 @@ class DeepEp(CheckedDispatcher):
 
     def _open(self, library: Any, nvlink: int, rdma: int) -> Any:
         spec = self.spec
-        if spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise StartupError(f"{FLAG}: the buffer is built before graphs are captured, not within one")
-        group = cast(_TorchGroup, spec.groups.ep).process_group
+        refuse_capture(FLAG, spec.device)
         ranks = len(spec.experts)
         wanted = library.Buffer.get_low_latency_rdma_size_hint(
             self._tokens, spec.hidden_size, ranks, spec.num_experts
@@ -83,7 +78,7 @@ class DeepEp(CheckedDispatcher):
         if wanted > rdma:
             raise StartupError(f"{FLAG}: the plan reserves {rdma} bytes, and the library wants {wanted}")
         return library.Buffer(
-            group,
+            process_group(spec.groups.ep),
             nvlink,
             rdma,
             low_latency_mode=True,

@@ -7,9 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
-
-import torch
+from typing import Any
 
 from interlock.errors import EngineDeadError, StartupError
 from interlock.moe.a2a.base import DispatcherSpec
@@ -18,16 +16,13 @@ from interlock.moe.a2a.deepep.library import closed_to_torch_fills, load_library
 from interlock.moe.a2a.deepep.package import how_to_install
 from interlock.moe.a2a.deepep_v2.fitness import DISABLE_GIN, NCCL_ROOT
 from interlock.moe.a2a.deepep_v2.sizes import HYBRID, symmetric_bytes
+from interlock.moe.a2a.torch_groups import process_group, refuse_capture
 from interlock.plan.nccl import loaded_version
 
 BACKEND_FLAG = "--moe-a2a-backend deepep_v2"
 COMPILE_SECONDS = 100
 """Least time that a kernel waits on the device for its peers: one of them may still be compiling."""
 _HEADER = re.compile(r"^#define\s+NCCL_(MAJOR|MINOR|PATCH)\s+(\d+)", re.MULTILINE)
-
-
-class _TorchGroup(Protocol):
-    process_group: Any
 
 
 def load_elastic() -> Any:
@@ -41,16 +36,15 @@ def open_buffer(library: Any, spec: DispatcherSpec) -> Any:
     Raises:
         StartupError: the library refuses, or its size is beyond the plan's.
     """
-    if spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise StartupError(f"{BACKEND_FLAG}: the buffer is built before graphs are captured, not within one")
-    group = cast(_TorchGroup, spec.groups.ep)
+    refuse_capture(BACKEND_FLAG, spec.device)
+    group = process_group(spec.groups.ep)
     largest, fp8 = max(spec.capacity.values()), spec.row_dtype == "fp8"
     hybrid = spec.mode == HYBRID
     check_nccl(library, spec)
     spec.groups.ep.barrier()  # the library takes the communicator that torch makes at its first use
     try:
         hint = library.ElasticBuffer.get_buffer_size_hint(
-            group.process_group,
+            group,
             largest,
             spec.hidden_size,
             spec.top_k,
@@ -66,7 +60,7 @@ def open_buffer(library: Any, spec: DispatcherSpec) -> Any:
                 "(without NVLink between all ranks of a machine it needs room to send from)"
             )
         return library.ElasticBuffer(
-            group.process_group,
+            group,
             num_max_tokens_per_rank=largest,
             hidden=spec.hidden_size,
             num_topk=spec.top_k,

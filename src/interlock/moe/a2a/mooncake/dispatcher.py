@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
@@ -18,13 +18,10 @@ from interlock.moe.a2a.checked import CheckedDispatcher
 from interlock.moe.a2a.low_latency import gather_routes, row_weights
 from interlock.moe.a2a.low_latency_sizes import library_capacity
 from interlock.moe.a2a.mooncake import BACKEND, PACKAGE, region_bytes
+from interlock.moe.a2a.torch_groups import process_group, refuse_capture
 from interlock.moe.terms import Phase
 
 FLAG = "--moe-a2a-backend mooncake"
-
-
-class _TorchGroup(Protocol):
-    process_group: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +35,7 @@ class MooncakeEp(CheckedDispatcher):
 
     def __init__(self, spec: DispatcherSpec, declaration: A2ABackend = BACKEND) -> None:
         super().__init__(spec, declaration)
-        if spec.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise StartupError(f"{FLAG}: the buffer is built before graphs are captured, not within one")
+        refuse_capture(FLAG, spec.device)
         self._tokens = library_capacity(max(spec.capacity.values()))
         self._active = torch.ones(len(spec.experts), dtype=torch.int32, device=spec.device)
         self._timeout = int(spec.timeout * 1e6)
@@ -55,7 +51,7 @@ class MooncakeEp(CheckedDispatcher):
         if wanted > planned:
             raise StartupError(f"{FLAG}: the plan reserves {planned} bytes, and the library wants {wanted}")
         self.buffer_bytes = wanted
-        return library.Buffer(cast(_TorchGroup, spec.groups.ep).process_group, wanted)
+        return library.Buffer(process_group(spec.groups.ep), wanted)
 
     def _dispatch(
         self,

@@ -20,7 +20,7 @@ BACKEND = A2ABackend(
     min_capability=(8, 0),
     uneven_graphs=True,
     priority=10,
-    never_run="GPUs (its kernels ran in Triton's interpreter)",
+    never_run="an engine on GPUs (the exchange alone ran there, with 2 and 4 ranks)",
     buffer_bytes=buffer_bytes,
     dispatcher="interlock.moe.a2a.symmetric.dispatcher:Symmetric",
 )

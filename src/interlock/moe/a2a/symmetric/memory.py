@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from interlock.errors import StartupError
+from interlock.moe.a2a.torch_groups import process_group
 from interlock.parallel.group import Group
-
-
-class _TorchGroup(Protocol):
-    process_group: dist.ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +33,10 @@ def share_region(group: Group, size: int, device: torch.device) -> SharedRegion:
         return SharedRegion(own, (own.data_ptr(),), None)
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    process_group = cast(_TorchGroup, group).process_group
     try:
         own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         own.zero_()
-        lease = symmetric_memory.rendezvous(own, process_group)
+        lease = symmetric_memory.rendezvous(own, process_group(group))
     except RuntimeError as error:
         raise StartupError(_explained(size, device, error)) from error
     torch.cuda.synchronize(device)
