@@ -143,8 +143,13 @@ def test_what_no_other_process_can_be_told_is_compiled_here(machine, processes, 
         kernels.apply_kernel[(1,)](torch.ones(16), block=16, function=kernels.plus_one)
         double(torch.ones(3), 32)
 
-    assert compile_ahead(rehearse, processes).kernels == 1
-    assert compiled_here == ["apply_kernel"]
+    compiled_elsewhere = compile_ahead(rehearse, processes).kernels
+    assert (compiled_elsewhere, compiled_here) in [
+        (1, ["apply_kernel"]),
+        (2, []),  # Triton 3.9 can tell of a function
+    ]
+    assert cached(kernels.apply_kernel)
+    assert cached(kernels.double_kernel)
 
 
 def test_a_compiling_process_that_dies_is_told(machine, processes) -> None:

@@ -231,7 +231,7 @@ class _Rank:
             inputs.close()
 
     def _say_ready(self, outputs: zmq.Socket[bytes], of_leader: dict[str, object]) -> None:
-        self._clock.mark("becoming ready")
+        self._clock.mark("starting the loop")
         logger.info("%s", self._clock)
         receipts = {**self._receipts(), **of_leader, "start": self._clock.report()}
         outputs.send(msgspec.msgpack.encode(RankReady(rank=self._spec.rank, receipts=receipts)))
