@@ -21,8 +21,11 @@ pytestmark = [
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_conformance(ranks: int) -> None:
     """Counts, order, bytes, scales, weights and sums of bfloat16 and fp8 rows, bit for bit."""
-    report = run_conformance("a2a:deepep_v2", ranks=ranks, device="cuda", cases=24)
+    report = run_conformance("a2a:deepep_v2", ranks=ranks, device="cuda", cases=48)
+    print(report.text())
     assert report.passed, report.text()
+    wanted = ("contiguous", "masked", "bfloat16", "fp8", "n = 0 on a rank", "n = T on a rank", "misuse: n > T")
+    assert [what for what in wanted if not report.coverage.get(what)] == []
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -147,6 +147,7 @@ class A2ABackend:
         distributions: packages whose versions ``check`` looks at. ``variables``: environment variables.
         uneven_graphs: in one step, ranks may replay graphs of different sizes, or run it eagerly.
         priority: of --moe-a2a-backend auto where experts are spread; 0 is taken only when it is asked for.
+        compiles_sizes: its kernels are compiled for each combination of sizes, which takes seconds.
         never_run: what it still has to be run on before anything is claimed; "" once it was.
         buffer_bytes: bytes one rank needs.
         dispatcher: "module:Class", constructed with a ``DispatcherSpec``.
@@ -184,6 +185,7 @@ class A2ABackend:
     variables: tuple[str, ...] = ()
     uneven_graphs: bool = False
     priority: int = 0
+    compiles_sizes: bool = False
     never_run: str = ""
 
     @property

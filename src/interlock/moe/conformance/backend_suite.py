@@ -47,7 +47,9 @@ def run_backend_suite(
     found = RankFindings()
     started = time.monotonic()
     walk = settings(backend, groups.ep.size, seed)
-    each = min(CASES_OF_A_SETTING, max(2, cases // SETTINGS))
+    each = CASES_OF_A_SETTING
+    if not backend.compiles_sizes:
+        each = min(each, max(2, cases // SETTINGS))
     while found.cases < cases and len(found.failures) < MAX_FAILURES:
         count = min(each, cases - found.cases)
         _run_setting(backend, next(walk), groups, device, count, seed, found)

@@ -38,6 +38,7 @@ BACKEND = A2ABackend(
     capturable=frozenset({Phase.DECODE}),
     fixed_capacity=True,
     modes=Modes(option="deepep_v2_mode", one_node=(DIRECT, HYBRID), several_nodes=(HYBRID,)),
+    compiles_sizes=True,
     packages=("triton",),
     check=problem,
     distributions=DISTRIBUTIONS,
