@@ -90,6 +90,7 @@ def graph_replays(groups: Groups, replays: int) -> tuple[int, list[int], str]:
         kernels=get_kernels("torch", threads=1),
         alignment=8,
         mode="direct",
+        ranks_per_gpu=groups.ep.size,
     )
     dispatcher = DeepEpV2(spec)
     pick = random.Random(groups.ep.rank)

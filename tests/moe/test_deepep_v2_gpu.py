@@ -24,7 +24,15 @@ def test_conformance(ranks: int) -> None:
     report = run_conformance("a2a:deepep_v2", ranks=ranks, device="cuda", cases=48)
     print(report.text())
     assert report.passed, report.text()
-    wanted = ("contiguous", "masked", "bfloat16", "fp8", "n = 0 on a rank", "n = T on a rank", "misuse: n > T")
+    wanted = (
+        "contiguous",
+        "masked",
+        "bfloat16",
+        "fp8",
+        "n = 0 on a rank",
+        "n = T on a rank",
+        "misuse: n > T",
+    )
     assert [what for what in wanted if not report.coverage.get(what)] == []
 
 

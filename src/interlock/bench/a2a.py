@@ -201,9 +201,10 @@ def run_a2a(arms: Sequence[A2AArm], run: A2ARun) -> list[A2APoint]:
     """Start the ranks and measure every arm at every number of tokens."""
     if run.gpus is None:
         get_kernels("cpu" if native_cpu_unavailable() is None else "torch", threads=1)
-    patience = 600.0 * (run.gpus.per_gpu if run.gpus else 1)
+    sharing = run.gpus.per_gpu if run.gpus else 1
+    patience = 600.0 * sharing
     measured = run_ranks(
-        measure, run.ranks, list(arms), run.shape, list(run.tokens), run.rounds, run.device,
+        measure, run.ranks, list(arms), run.shape, list(run.tokens), run.rounds, run.device, sharing,
         gpus=run.gpus, timeout=patience, collective_timeout=patience,
     )  # fmt: skip
     return list(_points(arms, run, measured))

@@ -141,7 +141,13 @@ class _Batch:
 
 
 def measure(
-    groups: Groups, arms: Sequence[A2AArm], shape: A2AShape, tokens: Sequence[int], rounds: int, device: str
+    groups: Groups,
+    arms: Sequence[A2AArm],
+    shape: A2AShape,
+    tokens: Sequence[int],
+    rounds: int,
+    device: str,
+    ranks_per_gpu: int,
 ) -> Measured:
     """Runs in every rank process; all of them enter every call."""
     torch.use_deterministic_algorithms(False)  # the suites' processes fill fresh tensors with NaN
@@ -161,7 +167,8 @@ def measure(
             for arm in arms:
                 if arm.layout is Layout.MASKED and count > MOST_MASKED:
                     continue
-                dispatcher = stack.enter_context(closing(build(arm, groups, shape, count, where)))
+                dispatcher = build(arm, groups, shape, count, where, ranks_per_gpu)
+                stack.enter_context(closing(dispatcher))
                 exchanges[arm.name] = _Exchange(groups, dispatcher, arm, batch)
             _take_turns(exchanges, count, rounds, found)
     return found
@@ -178,7 +185,9 @@ def _take_turns(exchanges: dict[str, _Exchange], count: int, rounds: int, found:
                     found.times.setdefault((count, name, part), []).append(value)
 
 
-def build(arm: A2AArm, groups: Groups, shape: A2AShape, capacity: int, device: torch.device) -> Dispatcher:
+def build(
+    arm: A2AArm, groups: Groups, shape: A2AShape, capacity: int, device: torch.device, ranks_per_gpu: int
+) -> Dispatcher:
     """The arm's dispatcher for ``capacity`` tokens; kernels are the fast ones where they can be built."""
     backend = a2a_backends().get(arm.backend)
     other = {phase: sorted(backend.layouts[phase])[0] for phase in Phase if phase is not arm.phase}
@@ -199,6 +208,7 @@ def build(arm: A2AArm, groups: Groups, shape: A2AShape, capacity: int, device: t
         alignment=128 if device.type == "cuda" else 1,
         timeout=TIMEOUT,
         mode=modes.one_node[0] if modes else "",
+        ranks_per_gpu=ranks_per_gpu,
     )
     dispatcher: Dispatcher = load_symbol(backend.dispatcher)(spec)
     return dispatcher

@@ -78,6 +78,7 @@ def build_moe_context(plan: LaunchPlan, groups: Groups, kernels: Kernels, device
         timeout=plan.stall_timeout,
         nodes=plan.nnodes,
         mode=plan.moe_a2a_mode,
+        ranks_per_gpu=plan.ranks_per_gpu,
     )
     make: Callable[[DispatcherSpec], Dispatcher] = load_symbol(backend.dispatcher)
     overlap = _two_batches(make, spec) if plan.moe_overlap else None

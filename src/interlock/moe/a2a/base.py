@@ -42,6 +42,7 @@ class BufferShape:
         alignment: A, multiple at which expert segments of the contiguous layout start.
         nodes: machines that the group is spread over evenly.
         mode: one of the backend's ``modes``, "" where it has none.
+        ranks_per_gpu: ranks whose kernels run beside this one's on the same GPU, itself included.
     """
 
     ranks: int
@@ -242,6 +243,7 @@ class DispatcherSpec:
     timeout: float = 60.0
     nodes: int = 1
     mode: str = ""
+    ranks_per_gpu: int = 1
     validate: bool = False
 
     @property

@@ -41,7 +41,7 @@ class RankFindings:
 
 
 def run_backend_suite(
-    backend: A2ABackend, groups: Groups, *, device: str, cases: int, seed: int
+    backend: A2ABackend, groups: Groups, *, device: str, cases: int, seed: int, ranks_per_gpu: int = 1
 ) -> RankFindings:
     """Run ``cases`` random cases as rank ``groups.ep.rank`` of ``groups.ep.size``."""
     found = RankFindings()
@@ -52,7 +52,7 @@ def run_backend_suite(
         each = min(each, max(2, cases // SETTINGS))
     while found.cases < cases and len(found.failures) < MAX_FAILURES:
         count = min(each, cases - found.cases)
-        _run_setting(backend, next(walk), groups, device, count, seed, found)
+        _run_setting(backend, next(walk), groups, device, ranks_per_gpu, count, seed, found)
     found.seconds = time.monotonic() - started
     return found
 
@@ -62,12 +62,13 @@ def _run_setting(
     setting: Setting,
     groups: Groups,
     device: str,
+    ranks_per_gpu: int,
     cases: int,
     seed: int,
     found: RankFindings,
 ) -> None:
     rank = groups.ep.rank
-    dispatcher: Dispatcher = load_symbol(backend.dispatcher)(_spec(setting, groups, device))
+    dispatcher: Dispatcher = load_symbol(backend.dispatcher)(_spec(setting, groups, device, ranks_per_gpu))
     try:
         for number in range(cases):
             case = make_case(setting, number, seed)
@@ -90,7 +91,7 @@ def _run_setting(
         dispatcher.close()
 
 
-def _spec(setting: Setting, groups: Groups, device: str) -> DispatcherSpec:
+def _spec(setting: Setting, groups: Groups, device: str, ranks_per_gpu: int) -> DispatcherSpec:
     return DispatcherSpec(
         groups=groups,
         experts=place(setting.num_experts, setting.ranks),
@@ -107,6 +108,7 @@ def _spec(setting: Setting, groups: Groups, device: str) -> DispatcherSpec:
         alignment=setting.alignment,
         deterministic=setting.deterministic,
         timeout=30.0 if device == "cpu" else 120.0,
+        ranks_per_gpu=ranks_per_gpu,
         validate=setting.validate,
     )
 

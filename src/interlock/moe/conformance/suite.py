@@ -54,7 +54,7 @@ def _run_backend(name: str, ranks: int, device: str, cases: int, seed: int) -> C
     patience = (120 + cases * 0.5) * sharing
     try:
         findings = run_ranks(
-            backend_rank, ranks, name, device, cases, seed,
+            backend_rank, ranks, name, device, cases, seed, sharing,
             gpus=gpus, timeout=patience, collective_timeout=60.0 * sharing,
         )  # fmt: skip
     except Refusal:
@@ -78,9 +78,14 @@ def _run_backend(name: str, ranks: int, device: str, cases: int, seed: int) -> C
     )
 
 
-def backend_rank(groups: Groups, name: str, device: str, cases: int, seed: int) -> RankFindings:
+def backend_rank(
+    groups: Groups, name: str, device: str, cases: int, seed: int, ranks_per_gpu: int
+) -> RankFindings:
     """One rank's share of a backend suite; a function of this module so that processes can import it."""
-    return run_backend_suite(a2a_backends().get(name), groups, device=device, cases=cases, seed=seed)
+    backend = a2a_backends().get(name)
+    return run_backend_suite(
+        backend, groups, device=device, cases=cases, seed=seed, ranks_per_gpu=ranks_per_gpu
+    )
 
 
 def _run_runner(name: str, device: str, cases: int, seed: int) -> ConformanceReport:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from interlock.errors import EngineDeadError, StartupError
 from interlock.moe.a2a.base import DispatcherSpec
 from interlock.moe.a2a.checked import buffer_shape
@@ -22,6 +24,7 @@ from interlock.plan.nccl import loaded_version
 BACKEND_FLAG = "--moe-a2a-backend deepep_v2"
 COMPILE_SECONDS = 100
 """Least time that a kernel waits on the device for its peers: one of them may still be compiling."""
+LEAST_SMS = 4
 _HEADER = re.compile(r"^#define\s+NCCL_(MAJOR|MINOR|PATCH)\s+(\d+)", re.MULTILINE)
 
 
@@ -80,6 +83,15 @@ def open_buffer(library: Any, spec: DispatcherSpec) -> Any:
         raise StartupError(
             f"{BACKEND_FLAG}: ElasticBuffer cannot be built: {first}. {_way_out(str(error))}"
         ) from error
+
+
+def share_of_sms(spec: DispatcherSpec) -> int:
+    """SMs that an exchange may hold, even; 0 leaves it to the library. Its blocks wait for those of the peers
+    and fill an SM each, so where ranks share a GPU all of theirs must fit on it at once."""
+    if spec.ranks_per_gpu == 1 or spec.device.type != "cuda":
+        return 0
+    sms: int = torch.cuda.get_device_properties(spec.device).multi_processor_count
+    return max(LEAST_SMS, sms // spec.ranks_per_gpu // 2 * 2)
 
 
 def wait_seconds(spec: DispatcherSpec) -> int:

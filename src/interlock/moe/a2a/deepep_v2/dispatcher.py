@@ -28,7 +28,7 @@ from interlock.moe.a2a.base import (
 )
 from interlock.moe.a2a.checked import ROW_DTYPES, CheckedDispatcher, buffer_shape
 from interlock.moe.a2a.deepep_v2 import BACKEND
-from interlock.moe.a2a.deepep_v2.buffer import library_call, load_elastic, open_buffer
+from interlock.moe.a2a.deepep_v2.buffer import library_call, load_elastic, open_buffer, share_of_sms
 from interlock.moe.a2a.deepep_v2.expansion import Lanes, ordered_lanes
 from interlock.moe.a2a.deepep_v2.row_copies import Target, copy_lanes
 from interlock.moe.a2a.deepep_v2.sizes import DIRECT, HYBRID, fixed_bytes
@@ -64,6 +64,7 @@ class DeepEpV2(CheckedDispatcher):
         self._local = len(spec.local_experts)
         self._slab = _slab(spec, max(map(self._slab_rows, spec.capacity)) * self._local)
         self.buffer_bytes = fixed_bytes(buffer_shape(spec))
+        self._sms = share_of_sms(spec)
         self._step = 0
         self._broken = False
         self._compile()
@@ -118,6 +119,7 @@ class DeepEpV2(CheckedDispatcher):
                 num_max_tokens_per_rank=spec.capacity[phase],
                 expert_alignment=spec.alignment,
                 do_cpu_sync=spec.layouts[phase] is not Layout.MASKED,
+                num_sms=self._sms,
                 do_expand=False,
             )
         rows, row_scales = received if isinstance(received, tuple) else (received, None)
