@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from interlock.engine.messages import SamplingParams
 from interlock.kv.transfer.registry import transfer_backends
 from interlock.kv.transfer.staged.mover import Blocks, CpuMover, CudaMover
 from interlock.plugins import load_symbol
-from tests.engine.disaggregation.engines import World, compare, workload
+from tests.engine.disaggregation.engines import Pair, World, compare, same, workload
 from tests.gpu.models import TINY
 from tests.kv.transfer.backends import NAMES, need
 from tests.kv.transfer.test_staged import HOST, SIZES, expected, random_buffers, some_pieces
@@ -59,39 +60,73 @@ def test_a_backend_moves_pages_of_a_gpu(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    write_tiny(folder, TINY)
-    made = World(folder, device="cuda", kernels="torch", chunked_prefill_size=64)
-    yield made
-    made.close()
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tiny") / "model"
+    write_tiny(made, TINY)
+    return made
 
 
-@pytest.mark.parametrize(
-    ("backend", "decode"), [("shared_memory", {}), ("shared_memory", {"cuda_graph_max_batch": 4})]
-)
-def test_a_pair_on_one_gpu_answers_as_one_engine(world: World, backend: str, decode: dict[str, Any]) -> None:
+@contextmanager
+def world_of(folder: Path, **options: object) -> Iterator[World]:
+    made = World(folder, device="cuda", chunked_prefill_size=64, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def greedy_requests() -> list[tuple[tuple[int, ...], SamplingParams]]:
+    """Prompts of one to several chunks, some of which begin with another one."""
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+    return [(prompt, sampling) for prompt, _ in workload(2, 12, longest=200)]
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_a_pair_on_one_gpu_answers_as_one_engine(folder: Path, backend: str) -> None:
     """Prompts of several chunks, windows, cached prompts: tokens equal, logprobs to float32's rounding."""
     need(backend, "cuda")
+    with world_of(folder, kernels="torch") as world:
+        world.run(_answers_agree(world, backend))
 
-    async def check() -> None:
-        async with world.pair({}, decode, backend=backend) as each:
-            requests = [
-                (prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1))
-                for prompt, _ in workload(2, 12, longest=200)
-            ]
-            await compare(each, requests, tolerance=1e-3)
-            stats = each.prefill.stats()[0].transfer
-            assert stats is not None
-            assert stats.bytes_total > 0
-            print(
-                "moved",
-                stats.bytes_total,
-                "bytes in",
-                stats.copies_total,
-                "copies,",
-                stats.seconds_total,
-                "s",
-            )
 
-    world.run(check())
+async def _answers_agree(world: World, backend: str) -> None:
+    async with world.pair({}, {}, backend=backend) as each:
+        await compare(each, greedy_requests(), tolerance=1e-3)
+        told_what_moved(each)
+
+
+def test_decode_graphs_go_on_from_moved_pages_bit_for_bit(folder: Path) -> None:
+    """A decode server that replays graphs, own kernels in bfloat16, beside one engine with the same graphs.
+
+    One request at a time and no cached prefixes: each step of the pair has the shape that the one engine's
+    has, so the same kernels see the same bits, if pages moved right; nothing is left to rounding.
+    """
+    graphs: dict[str, object] = {"cuda_graph_max_batch": 4}
+    same_steps: dict[str, object] = {
+        "kernels": "triton",
+        "dtype": "bfloat16",
+        "quantization": "none",
+        "prefix_cache": False,
+    }
+    with world_of(folder, **same_steps) as world:
+        world.run(_bits_agree(world, graphs))
+
+
+async def _bits_agree(world: World, graphs: dict[str, object]) -> None:
+    async with world.pair({"cuda_graph_max_batch": 0}, {}, **graphs) as each:
+        assert each.decode.plan.cuda_graph_sizes == each.plain.plan.cuda_graph_sizes == (1, 2, 4)
+        for prompt, sampling in greedy_requests():
+            due, again = [await each.expect(prompt, sampling) for _ in range(2)]
+            same(due, again, tolerance=1e-9)
+            _, answer = await each.ask(prompt, sampling)
+            same(due, answer, tolerance=1e-9)
+            assert len(answer.tokens) == sampling.max_tokens
+        await each.quiet()
+        told_what_moved(each)
+
+
+def told_what_moved(each: Pair) -> None:
+    stats = each.prefill.stats()[0].transfer
+    assert stats is not None
+    assert stats.bytes_total > 0
+    print("moved", stats.bytes_total, "bytes in", stats.copies_total, "copies,", stats.seconds_total, "s")
