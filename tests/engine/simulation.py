@@ -206,8 +206,7 @@ class FakeModel:
 def check_pages(scheduler: Scheduler) -> None:
     """free + cached + owned == total in each space, no page in two hands, all reference counts exact."""
     table, store, tree = scheduler.table, scheduler.store, scheduler.store.tree
-    admitted = [*scheduler._prefilling, *scheduler._decoding]
-    admitted += [*scheduler._departing, *scheduler.reception]
+    admitted = [*scheduler.admitted, *scheduler.departures, *scheduler.reception]
     nodes = [] if tree is None else list(tree.walk())
     refs: Counter[Any] = Counter()
     window_refs: Counter[Any] = Counter()

@@ -66,7 +66,7 @@ def test_retraction_at_page_edges(length: int) -> None:
     while sim.scheduler._requests[name].num_tokens < max(length, 22):
         sim.step()
     request = sim.scheduler._requests[name]
-    sim.scheduler._retract(request)
+    sim.scheduler.batching.retract(request)
     check_pages(sim.scheduler)
     assert request.slot == -1
     sim.run()
@@ -83,7 +83,7 @@ def test_resume_with_a_new_prefix_hit() -> None:
     while len(sim.streams[name].tokens) < 10:
         sim.step()
     request = sim.scheduler._requests[name]
-    sim.scheduler._retract(request)
+    sim.scheduler.batching.retract(request)
     sim.scheduler.flush_cache()
     other = sim.add(request.tokens[:33].tolist(), max_tokens=1, priority=-1, **LONG)
     while not sim.streams[other].finish:
@@ -192,6 +192,24 @@ def test_identical_prompts_in_one_step_share_pages_afterwards() -> None:
     sim.verify_all()
 
 
+def test_pages_stay_while_a_step_fills_them_though_their_other_reader_is_done() -> None:
+    """An aborted request whose chunk is being computed, not its last one: the end of a copy frees nothing."""
+    sim = Simulation(sim_plan(chunked_prefill_size=32))
+    scheduler = sim.scheduler
+    request = scheduler._requests[sim.add(prompt_of(100), max_tokens=4)]
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert not batch.requests
+    request.holds = 1
+    assert scheduler.abort(request.id)
+    scheduler.release_hold(request)
+    assert request.slot >= 0, "the step in flight writes to its pages"
+    check_pages(scheduler)
+    scheduler.commit(batch, sim.model.forward(batch))
+    assert request.slot == -1
+    sim.verify_empty()
+
+
 def test_aborted_before_its_forward_publishes_nothing() -> None:
     """F18: A and B have the same prompt, A is aborted before its step ran: B computes everything itself;
     a page that was freed and taken again is not found under its old key."""
@@ -258,7 +276,7 @@ def test_prompt_scores_are_whole_on_a_cached_prompt_and_after_retraction(
     name = sim.add(prompt_of(60), max_tokens=5, prompt_logprobs=0, **LONG)
     sim.step()
     sim.step()
-    sim.scheduler._retract(sim.scheduler._requests[name])
+    sim.scheduler.batching.retract(sim.scheduler._requests[name])
     sim.run()
     sim.verify_all()
     assert cached_tokens(sim, name) == 0

@@ -167,6 +167,11 @@ class Batch:
     def phase(self) -> Phase:
         return self.arrays.phase
 
+    @property
+    def participants(self) -> tuple[Request, ...]:
+        """Every request whose tokens the step computes, sampled from or not."""
+        return tuple(chunk.request for chunk in self.chunks) if self.chunks else self.requests
+
 
 _FIELDS = tuple(StepArrays.__dataclass_fields__)
 

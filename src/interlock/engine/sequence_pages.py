@@ -7,11 +7,16 @@ holds references. So pages of index ``< len(path)`` are never freed by the seque
 
 from __future__ import annotations
 
-from interlock.engine.request import Request
+import numpy as np
+import numpy.typing as npt
+
+from interlock.engine.request import Request, State
 from interlock.engine.slots import SlotTable
 from interlock.kv.pages import Int32s
 from interlock.kv.prefix_tree import NO_PAGE, Node
 from interlock.kv.store import PageStore
+
+Int64s = npt.NDArray[np.int64]
 
 
 class SequencePages:
@@ -52,6 +57,23 @@ class SequencePages:
         if table.window is not None:
             table.window[slot, start : start + count] = self.store.take_window(count)
         table.pages[slot] = start + count
+
+    def grow_to(self, slots: Int64s, page: Int64s) -> bool:
+        """Append the page of index ``page``, int64 like ``slots``, where a slot lacks it; False, without a
+        change, when pages are short."""
+        table = self.table
+        growing = page >= table.pages[slots]
+        count = int(np.count_nonzero(growing))
+        if count > self.store.available():
+            return False
+        if count:
+            rows, pages = slots[growing], page[growing]
+            if table.full is not None:
+                table.full[rows, pages] = self.store.take_full(count)
+            if table.window is not None:
+                table.window[rows, pages] = self.store.take_window(count)
+            table.pages[rows] += 1
+        return True
 
     def reserve(self, slot: int, count: int, first_window: int) -> None:
         """Append ``count`` pages that another server will fill, in the window space only those of index
@@ -106,6 +128,22 @@ class SequencePages:
             else:
                 table.window[slot, index] = node.window
                 store.window.give_one(mine)
+
+    def decoded(self, requests: tuple[Request, ...], slots: Int64s) -> None:
+        """One more token of each of ``slots`` is in the cache: publish the pages that it filled, let go of
+        those that its window left. Requests that ended meanwhile keep theirs for ``release``."""
+        table = self.table
+        computed = table.length[slots]
+        table.computed[slots] = computed
+        if self.store.tree is not None:
+            for index in np.flatnonzero(computed % self.geometry.page_size == 0).tolist():
+                if requests[index].state is State.DECODING:
+                    self.publish(requests[index])
+        if self.geometry.window is not None:
+            first = np.maximum(0, computed - self.geometry.window + 1) // self.geometry.page_size
+            for index in np.flatnonzero(first > table.first_window[slots]).tolist():
+                if requests[index].state is State.DECODING:
+                    self.drop_behind_window(requests[index])
 
     def drop_behind_window(self, request: Request) -> None:
         """Let go of the window pages that no later token of the sequence can see."""

@@ -245,7 +245,7 @@ class Pair:
             or len(self.d)
             or self.prefill.scheduler.has_work
             or self.decode.scheduler.has_work
-            or self.prefill.scheduler._departing
+            or self.prefill.scheduler.departures
         )
 
     def verify_free(self) -> None:

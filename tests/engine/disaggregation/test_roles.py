@@ -292,7 +292,7 @@ def test_an_abort_between_chunks_keeps_the_pages_that_are_read(abort: str) -> No
     assert store.full is not None
     assert not set(copy.source_full) & store.full.free_pages()
     assert store.tree is not None
-    assert pair.prefill.scheduler._departing
+    assert pair.prefill.scheduler.departures
     pair.network.stalled = False
     pair.run()
     pair.verify_free()
@@ -315,7 +315,7 @@ def test_a_transfer_that_stalls_for_ever_ends_in_an_error_and_a_cut() -> None:
         pair.talk()
         pair.tick()
     assert pair.time - begun < 5 * DEADLINES.peer
-    assert pair.prefill.scheduler._departing, "pages that a stalled copy may read stay"
+    assert pair.prefill.scheduler.departures, "pages that a stalled copy may read stay"
     pair.network.stalled = False
     pair.run()
     serves(pair)
