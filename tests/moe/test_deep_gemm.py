@@ -154,7 +154,7 @@ def test_the_first_call_that_is_no_rehearsal_waits_for_the_compiler(library, kin
         nothing = torch.zeros(3, K, HIDDEN, dtype=BF16)
         monkeypatch.setattr(TritonFp8Runner, "run", lambda self, rows: nothing)
     held, compiled = Event(), []
-    library.compile_ahead((0,), lambda: compiled.append(held.wait(60)))
+    library.compile_ahead((0,), [lambda _: compiled.append(held.wait(60))])
     runner, where = loaded(library, kind)
     ids, weights = random_routes(3, K, EXPERTS, device=where)
     rows = ReplicatedRows(torch.randn(3, HIDDEN, device=where).to(BF16), ids, weights)
@@ -172,9 +172,9 @@ def test_the_first_call_that_is_no_rehearsal_waits_for_the_compiler(library, kin
 def test_what_cannot_be_compiled_is_told(library) -> None:
     library = DeepGemm(library.module)
 
-    def fail() -> None:
+    def fail(_: DeepGemm) -> None:
         raise RuntimeError("no nvcc here")
 
-    library.compile_ahead((0,), fail)
+    library.compile_ahead((0,), [fail, fail])
     with pytest.raises(StartupError, match=r"no nvcc here.*triton_fp8"):
         library.finish()

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -40,23 +41,14 @@ class Pipeline:
     library: DeepGemm
     experts: ExpertTensors
 
-    def compile(self) -> None:
-        """Have both products of aligned segments compiled, on no rows at all: no batch waits for it later."""
-        device = self.experts.down.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self._multiply_nothing(device)
-
-    def _multiply_nothing(self, device: torch.device) -> None:
-        experts, hidden, inter = self.experts.down.shape
+    def products_on_nothing(self) -> tuple[Callable[[DeepGemm], None], ...]:
+        """Both products of aligned segments on no rows at all, for the compiler: no batch waits for it later.
+        Each may be called by a thread of its own."""
         gate_up_scales, down_scales = _scales_of(self.experts)
-        psum = torch.zeros(experts, dtype=torch.int32, device=device)
-        for depth, weight, weight_scales in (
-            (hidden, self.experts.gate_up, gate_up_scales),
-            (inter, self.experts.down, down_scales),
-        ):
-            rows = torch.zeros(ALIGNMENT, depth, dtype=torch.float8_e4m3fn, device=device)
-            scales = torch.zeros(depth // GROUP, ALIGNMENT, device=device)
-            self.library.contiguous(rows, scales, weight, weight_scales, psum)
+        return (
+            partial(_multiply_nothing, weight=self.experts.gate_up, weight_scales=gate_up_scales),
+            partial(_multiply_nothing, weight=self.experts.down, weight_scales=down_scales),
+        )
 
     def summed(self, rows: ReplicatedRows, dtype: torch.dtype) -> torch.Tensor:
         """-> [n, h]: weighted results summed over a token's lanes, ascending, in float32, rounded once."""
@@ -149,6 +141,17 @@ class Pipeline:
             act.view(experts, padded, inter), act_scales, self.experts.down, down_scales, live, expected
         )
         return out[:, :slab_rows].contiguous()
+
+
+def _multiply_nothing(library: DeepGemm, weight: torch.Tensor, weight_scales: torch.Tensor) -> None:
+    """weight [E, N, K]: a call whose segments are all empty."""
+    device = weight.device
+    experts, _, depth = weight.shape
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        psum = torch.zeros(experts, dtype=torch.int32, device=device)
+        rows = torch.zeros(ALIGNMENT, depth, dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.zeros(depth // GROUP, ALIGNMENT, device=device)
+        library.contiguous(rows, scales, weight, weight_scales, psum)
 
 
 def _aligned_entries(live: torch.Tensor, rows: int) -> Entries:

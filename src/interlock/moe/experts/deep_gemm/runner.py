@@ -31,7 +31,7 @@ class DeepGemmRunner(TritonFp8Runner):
         self._library = library or load_deep_gemm()
         self._compiled = False
         shape = tuple(self._loading.down.shape)
-        self._library.compile_ahead(shape, Pipeline(self._library, self._loading).compile)
+        self._library.compile_ahead(shape, Pipeline(self._library, self._loading).products_on_nothing())
 
     def run(self, rows: ExpertInput) -> torch.Tensor:
         """See ``Runner.run``."""
