@@ -27,9 +27,11 @@ from interlock.engine.batch import Batch, to_step
 from interlock.engine.messages import AddRequest, EngineOutputs, SamplingParams
 from interlock.engine.sampler import Sampler
 from interlock.engine.scheduler import Scheduler
+from interlock.launch import plan_launch
 from interlock.moe.terms import Phase
+from interlock.options import Options
 from interlock.plan.card import AttentionCard, LayerCard, ModelCard
-from interlock.plan.launch_plan import LaunchPlan, MemoryEstimate
+from interlock.plan.launch_plan import LaunchPlan
 
 VOCAB = 64
 BUDGET_MS = {1: 0.3, 256: 2.0}
@@ -69,50 +71,20 @@ def make_plan(batch: int, context: int, steps: int, window: int | None) -> Launc
     )
     length = context + steps + 8
     pages = batch * (length // 16 + 2)
-    return LaunchPlan(
-        model="fake",
-        model_path="",
-        model_family="fake",
+    plan = plan_launch(
+        "shape:qwen3-30b-a3b",
+        Options.of(device="cpu", load_format="dummy", num_hidden_layers=1, max_model_len=2048),
+    )
+    return msgspec.structs.replace(
+        plan,
         card=card,
-        served_model_name="fake",
-        load_format="dummy",
-        qkv_layout="auto",
-        dtype="float32",
-        kv_cache_dtype="float32",
-        device="cpu",
-        kernels="torch",
-        threads=1,
-        seed=0,
-        tp_size=1,
-        ep_size=1,
-        attn_dp_size=1,
-        nnodes=1,
-        node_rank=0,
-        dist_init="",
-        moe_a2a_backend="none",
-        moe_runner_backend="torch",
-        moe_layout_prefill="replicated",
-        moe_layout_decode="replicated",
-        moe_prefill_capacity=8192,
-        moe_decode_capacity=batch,
-        moe_buffer_bytes=0,
-        deterministic=False,
         max_model_len=length,
         max_running_requests=batch,
         chunked_prefill_size=8192,
         page_size=16,
         full_pages=pages,
         window_pages=pages,
-        prefix_cache=True,
         sliding_window_extra=0,
-        host="127.0.0.1",
-        port=0,
-        api_key_set=False,
-        stall_timeout=60.0,
-        log_level="warning",
-        evidence="off",
-        memory=MemoryEstimate(weights=0, kv_full=0, kv_window=0, a2a_buffers=0, activations=0, available=0),
-        provenance={},
     )
 
 
