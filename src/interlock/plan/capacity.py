@@ -38,6 +38,16 @@ class Limits:
     prefill_capacity: Decided[int]
     decode_capacity: Decided[int]
 
+    def items(self) -> dict[str, Decided[int]]:
+        """Plan items."""
+        return {
+            "page_size": self.page_size,
+            "chunked_prefill_size": self.chunked_prefill_size,
+            "max_running_requests": self.max_running_requests,
+            "moe_prefill_capacity": self.prefill_capacity,
+            "moe_decode_capacity": self.decode_capacity,
+        }
+
 
 def decide_limits(
     options: Options, world: World, experts: Experts, device: str, mode: str = "none"

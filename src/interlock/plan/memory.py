@@ -51,6 +51,14 @@ class Pools:
     window_pages: Decided[int]
     max_model_len: Decided[int]
 
+    def items(self) -> dict[str, Decided[int]]:
+        """Plan items."""
+        return {
+            "full_pages": self.full_pages,
+            "window_pages": self.window_pages,
+            "max_model_len": self.max_model_len,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class PageSpaces:

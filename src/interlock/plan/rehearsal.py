@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from interlock.errors import Refusal
 from interlock.options import Options
@@ -41,6 +41,10 @@ class Rehearsal:
 
     nccl_library: Decided[str]
     stall_timeout: Decided[float]
+
+    def items(self) -> dict[str, Decided[Any]]:
+        """Plan items."""
+        return {"nccl_library": self.nccl_library, "stall_timeout": self.stall_timeout}
 
 
 def decide_rehearsal(options: Options, facts: MachineFacts, ranks_per_gpu: int) -> Rehearsal:

@@ -10,17 +10,13 @@ from interlock.errors import Refusal
 from interlock.options import Options
 from interlock.plan import decided as from_
 from interlock.plan.a2a_buffers import Exchange, buffer_bytes
-from interlock.plan.capacity import (
-    Limits,
-    decide_limits,
-    refuse_capacity_beyond,
-)
+from interlock.plan.capacity import Limits, decide_limits, refuse_capacity_beyond
 from interlock.plan.card import ModelCard
 from interlock.plan.cut import cut_card
 from interlock.plan.decided import Decided, asked_text, from_model, rule
 from interlock.plan.device import Compute, decide_compute
 from interlock.plan.disaggregation import decide_disaggregation
-from interlock.plan.expert_parallelism import decide_expert_parallelism
+from interlock.plan.expert_parallelism import ExpertParallelism, decide_expert_parallelism
 from interlock.plan.facts import MachineFacts
 from interlock.plan.join import Declarations, Situation
 from interlock.plan.launch_plan import LaunchPlan
@@ -31,7 +27,7 @@ from interlock.plan.rehearsal import decide_rehearsal
 from interlock.plan.server import server_items
 from interlock.plan.stepping import decide_stepping
 from interlock.plan.topology import World, decide_world
-from interlock.plan.weight_format import decide_linear_formats, offered_format
+from interlock.plan.weight_format import LinearFormats, decide_linear_formats, offered_format
 from interlock.plan.weights import (
     DTYPE_BYTES,
     Slices,
@@ -91,31 +87,10 @@ def _resolve(
     mode = disaggregation.mode.value
     limits = decide_limits(options, world, moe.experts, compute.device.value, mode)
     refuse_capacity_beyond(moe.backend.max_capacity, moe.backend.name, limits, world.attn_tp_size)
-    slices = Slices(
-        attn_tp=world.attn_tp_size,
-        ep=moe.ep.value,
-        experts_tp=world.tp_size.value // moe.ep.value,
-        dtype_bytes=DTYPE_BYTES[compute.dtype.value],
-        expert_bytes=element_bytes(moe.weight_format.value),
-        attention_bytes=element_bytes(linears.attention.value),
-        mlp_bytes=element_bytes(linears.mlp.value),
-    )
+    slices = _slices(world, compute, moe, linears)
     overlap = decide_overlap(options, card, moe.backend, declared, limits)
-    sources = moe.ep.value if moe.exchanges else world.attn_dp_size.value
-    buffers = buffer_bytes(
-        moe.backend,
-        card,
-        moe.experts,
-        limits,
-        Exchange(
-            sources=sources,
-            nodes=world.nnodes.value,
-            mode=moe.mode.value,
-            alignment=moe.runner.alignment if moe.runner else 1,
-            halves=overlap.value,
-        ),
-        slices.dtype_bytes,
-    )
+    exchange = _exchange(world, moe, halves=overlap.value)
+    buffers = buffer_bytes(moe.backend, card, moe.experts, limits, exchange, slices.dtype_bytes)
     stepping = decide_stepping(options, compute, world, limits, moe.backend, mode)
     fixed = Fixed(
         weights=weight_bytes(card, slices),
@@ -130,31 +105,23 @@ def _resolve(
     items: dict[str, Decided[Any]] = {
         **_identity(options, card, model_path),
         **compute.items(),
-        "attention_weight_format": linears.attention,
-        "mlp_weight_format": linears.mlp,
+        **linears.items(),
         "num_hidden_layers": layers,
-        **_ranks(world),
+        **world.items(),
         **moe.items(),
-        "moe_prefill_capacity": limits.prefill_capacity,
-        "moe_decode_capacity": limits.decode_capacity,
+        **limits.items(),
         "moe_overlap": overlap,
         "moe_buffer_bytes": rule(
-            buffers, f"declared by --moe-a2a-backend {moe.backend.name} for T of {sources} ranks"
+            buffers, f"declared by --moe-a2a-backend {moe.backend.name} for T of {exchange.sources} ranks"
         ),
         "deterministic": from_.switch(options, "deterministic"),
-        "max_model_len": pools.max_model_len,
-        "max_running_requests": limits.max_running_requests,
-        "chunked_prefill_size": limits.chunked_prefill_size,
         **stepping.items(),
-        "page_size": limits.page_size,
-        "full_pages": pools.full_pages,
-        "window_pages": pools.window_pages,
+        **pools.items(),
         "prefix_cache": from_.switch(options, "prefix_cache"),
         "sliding_window_extra": extra,
         **disaggregation.items(),
         **server_items(options, facts),
-        "stall_timeout": rehearsal.stall_timeout,
-        "nccl_library": rehearsal.nccl_library,
+        **rehearsal.items(),
         "memory": rule(estimate(spaces, pools, fixed, available), "sum of the parts, on the largest rank"),
     }
     return _assemble(items)
@@ -179,15 +146,26 @@ def _situation(
     )
 
 
-def _ranks(world: World) -> dict[str, Decided[Any]]:
-    return {
-        "tp_size": world.tp_size,
-        "attn_dp_size": world.attn_dp_size,
-        "nnodes": world.nnodes,
-        "node_rank": world.node_rank,
-        "dist_init": world.dist_init,
-        "ranks_per_gpu": world.ranks_per_gpu,
-    }
+def _slices(world: World, compute: Compute, moe: ExpertParallelism, linears: LinearFormats) -> Slices:
+    return Slices(
+        attn_tp=world.attn_tp_size,
+        ep=moe.ep.value,
+        experts_tp=world.tp_size.value // moe.ep.value,
+        dtype_bytes=DTYPE_BYTES[compute.dtype.value],
+        expert_bytes=element_bytes(moe.weight_format.value),
+        attention_bytes=element_bytes(linears.attention.value),
+        mlp_bytes=element_bytes(linears.mlp.value),
+    )
+
+
+def _exchange(world: World, moe: ExpertParallelism, *, halves: bool) -> Exchange:
+    return Exchange(
+        sources=moe.ep.value if moe.exchanges else world.attn_dp_size.value,
+        nodes=world.nnodes.value,
+        mode=moe.mode.value,
+        alignment=moe.runner.alignment if moe.runner else 1,
+        halves=halves,
+    )
 
 
 def _assemble(items: Mapping[str, Decided[Any]]) -> LaunchPlan:

@@ -6,6 +6,7 @@ Legend: tp ranks in the world, ep ranks that share the experts out, dp attention
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from interlock.errors import Refusal
 from interlock.options import Options
@@ -23,6 +24,17 @@ class World:
     node_rank: Decided[int]
     dist_init: Decided[str]
     ranks_per_gpu: Decided[int]
+
+    def items(self) -> dict[str, Decided[Any]]:
+        """Plan items."""
+        return {
+            "tp_size": self.tp_size,
+            "attn_dp_size": self.attn_dp_size,
+            "nnodes": self.nnodes,
+            "node_rank": self.node_rank,
+            "dist_init": self.dist_init,
+            "ranks_per_gpu": self.ranks_per_gpu,
+        }
 
     @property
     def local_gpus(self) -> int:

@@ -33,6 +33,10 @@ class LinearFormats:
     attention: Decided[str]
     mlp: Decided[str]
 
+    def items(self) -> dict[str, Decided[str]]:
+        """Plan items."""
+        return {"attention_weight_format": self.attention, "mlp_weight_format": self.mlp}
+
 
 def offered_format(options: Options, card: ModelCard) -> str:
     """What a runner is handed: the checkpoint's format, or fp8 blocks that are made while loading."""
