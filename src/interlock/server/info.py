@@ -28,7 +28,14 @@ def _json(value: Any, status: int = 200) -> Response:
 def info_router(context: ServerContext) -> APIRouter:
     """The endpoints, bound to ``context``."""
     router = APIRouter()
+    _add_models(router, context)
+    _add_probes(router, context)
+    _add_views(router, context)
+    _add_flush(router, context)
+    return router
 
+
+def _add_models(router: APIRouter, context: ServerContext) -> None:
     def card(name: str) -> dict[str, Any]:
         return {
             "id": name,
@@ -49,6 +56,8 @@ def info_router(context: ServerContext) -> APIRouter:
         context.check_model(name)
         return _json(card(name))
 
+
+def _add_probes(router: APIRouter, context: ServerContext) -> None:
     @router.get("/health")
     async def health() -> Response:
         """200 while the engine steps or idles as it should, else 503 with the reason: for restarts."""
@@ -67,6 +76,8 @@ def info_router(context: ServerContext) -> APIRouter:
             return _json({"status": "draining", "in_flight": context.gate.in_flight}, 503)
         return _json({"status": "ready"})
 
+
+def _add_views(router: APIRouter, context: ServerContext) -> None:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text format."""
@@ -100,6 +111,8 @@ def info_router(context: ServerContext) -> APIRouter:
             {"version": version("interlock"), "api_key_required": context.settings.api_key is not None}
         )
 
+
+def _add_flush(router: APIRouter, context: ServerContext) -> None:
     @router.post("/flush_cache")
     async def flush_cache(wait: Annotated[float, Query(ge=0, le=600, allow_inf_nan=False)] = 0.0) -> Response:
         """Empty the prefix cache; while requests run, 409 or wait up to ``wait`` seconds."""
@@ -114,5 +127,3 @@ def info_router(context: ServerContext) -> APIRouter:
             )
         await context.engine.flush_cache()
         return _json({"status": "flushed"})
-
-    return router
