@@ -1,5 +1,4 @@
-"""Timing on a GPU: CUDA graphs replayed between events, best and median; the card's read and copy
-bandwidth."""
+"""Best and median time of calls in a CUDA graph, and the card's read and copy bandwidth."""
 
 from __future__ import annotations
 
@@ -11,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from interlock.bench.cuda_timing import graph_times
+from interlock.bench.read_kernel import BLOCK, STEPS, read_all
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -20,41 +22,10 @@ class Timing:
     median: float
 
 
-def time_graph(calls: Sequence[Callable[[], object]], *, replays: int = 10, warm: bool = True) -> Timing:
-    """Time of one call: all ``calls`` (different inputs, so that a cache cannot help) in one graph,
-    replayed."""
-    if warm:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for call in calls:
-                call()
-        torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    events = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)
-    ]
-    for start, end in events:
-        start.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    times = [start.elapsed_time(end) / 1e3 / len(calls) for start, end in events]
+def time_graph(calls: Sequence[Callable[[], object]], *, replays: int = 10) -> Timing:
+    """Best and median of ``graph_times``."""
+    times = graph_times(calls, replays)
     return Timing(min(times), statistics.median(times))
-
-
-@triton.jit
-def _read_kernel(source, out, size, block: tl.constexpr, steps: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * block * steps
-    total = tl.zeros([block], tl.int32)
-    for step in tl.static_range(steps):
-        where = start + step * block + tl.arange(0, block)
-        total ^= tl.load(source + where, mask=where < size, other=0)
-    tl.store(out + tl.program_id(0), tl.xor_sum(total, axis=0))
 
 
 @triton.jit
@@ -68,23 +39,14 @@ def _copy_kernel(source, out, size, block: tl.constexpr, steps: tl.constexpr):
 def bandwidth(nbytes: int = 8 << 30) -> dict[str, float]:
     """Bytes a second of reading only, and of a copy (read and written bytes counted)."""
     source = torch.randint(-(2**31), 2**31 - 1, (nbytes // 4,), dtype=torch.int32, device="cuda")
-    block, steps = 4096, 8
-    programs = -(-source.numel() // (block * steps))
-    out = torch.empty(programs, dtype=torch.int32, device="cuda")
-    read = time_graph(
-        [
-            lambda: _read_kernel[(programs,)](
-                source, out, source.numel(), block=block, steps=steps, num_warps=8
-            )
-        ]
-    )
+    read = time_graph([lambda: read_all(source)])
     half = source[: source.numel() // 2]
     other = source[source.numel() // 2 :]
-    half_programs = (half.numel() // (block * steps),)
+    half_programs = (half.numel() // (BLOCK * STEPS),)
     copy = time_graph(
         [
             lambda: _copy_kernel[half_programs](
-                half, other, half.numel(), block=block, steps=steps, num_warps=8
+                half, other, half.numel(), block=BLOCK, steps=STEPS, num_warps=8
             )
         ]
     )
