@@ -44,11 +44,6 @@ def candidates(dtype: str, share: float) -> Iterator[MoeConfig]:
         yield MoeConfig(32, tile(4, 3), tile(4, 4))
         yield MoeConfig(32, tile(8, 5), tile(4, 5))
         yield MoeConfig(32, tile(4, 4), tile(4, 6))
-    if dtype == "fp8" and 2 <= share <= 16:
-        yield MoeConfig(16, tile(4, 5), tile(4, 6), streamed=6)
-    if dtype == "fp8" and 8 <= share <= 64:
-        yield MoeConfig(32, tile(8, 5), tile(4, 5), streamed=5)
-        yield MoeConfig(32, tile(8, 5), tile(4, 5), streamed=6)
     if 24 <= share <= 300:
         yield MoeConfig(64, tile(8, 4), tile(4, 4))
         yield MoeConfig(64, tile(8, 3), tile(8, 4))

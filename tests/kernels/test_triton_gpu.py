@@ -75,8 +75,6 @@ TILES = {
     "bf16-large": (False, MoeConfig(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))),
     "fp8-small": (True, MoeConfig(16, Tile(128, 128, 4, 4), Tile(128, 128, 4, 4))),
     "fp8-middle": (True, MoeConfig(64, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3))),
-    "fp8-streamed": (True, MoeConfig(16, Tile(128, 128, 4, 4), Tile(128, 128, 4, 4), streamed=6)),
-    "fp8-streamed-32": (True, MoeConfig(32, Tile(128, 128, 4, 4), Tile(128, 128, 4, 4), streamed=5)),
     "fp8-pipelined": (True, MoeConfig(128, Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), pipelined=True)),
 }
 

@@ -21,8 +21,6 @@ from interlock.kernels.triton import (
     pipelined,
     pipelined_gemm,
     placement_kernels,
-    streamed,
-    streamed_gemm,
 )
 from interlock.kernels.triton.attention_tiles import AttentionTile
 
@@ -96,64 +94,6 @@ def test_experts(monkeypatch, multiplications) -> None:
         assert launch["row_scale_stride"] == lists.places
         assert int(launch["counter"][0]) == 0
     assert first["counter"].data_ptr() != second["counter"].data_ptr()
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_streamed_experts(monkeypatch, early) -> None:
-    recorder = Recorder(streamed_gemm.streamed_kernel)
-    monkeypatch.setattr(streamed_gemm, "streamed_kernel", recorder)
-    facts = SimpleNamespace(multi_processor_count=PROGRAMS)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    gate_up, gate_up_scales = quantise_blocks(torch.randn(EXPERTS, 2 * INTER, HIDDEN))
-    down, down_scales = quantise_blocks(torch.randn(EXPERTS, HIDDEN, INTER))
-    experts = ExpertTensors(gate_up, down, gate_up_scales, down_scales)
-    lists = reference_lists(*random_routes(50, 2, EXPERTS, device="cpu"), EXPERTS, 32)
-    lists = replace(lists, counters=torch.zeros(2, dtype=torch.int32))
-    rows = torch.zeros(lists.places, HIDDEN, dtype=torch.float8_e4m3fn)
-    row_scales = torch.zeros(HIDDEN // 128, lists.places)
-    out = torch.zeros(100, HIDDEN, dtype=torch.bfloat16)
-    streamed.compute(rows, row_scales, experts, lists, out, 5, early=early)
-    (grid, first), (_, second) = recorder.launches
-    assert grid == (PROGRAMS,)
-    assert first["rows"].base is rows
-    assert first["rows"].block_shape == [32, 128]
-    assert list(first["weight"].shape) == [EXPERTS * 2 * INTER, HIDDEN]
-    assert first["weight_scales"] is gate_up_scales
-    assert (first["depth"], first["width"], first["gated"]) == (HIDDEN, 2 * INTER, True)
-    assert (first["target"], first["has_target"], first["has_weights"]) == (None, False, False)
-    assert first["out"].dtype == torch.float8_e4m3fn
-    assert list(first["out_scales"].shape) == [INTER // 128, lists.places]
-    assert first["out_scale_stride"] == lists.places
-    assert second["rows"].base is first["out"]
-    assert second["row_scales"] is first["out_scales"]
-    assert second["weight_scales"] is down_scales
-    assert (second["depth"], second["width"], second["gated"]) == (INTER, HIDDEN, False)
-    for name, wanted in (("out", out), ("target", lists.target), ("row_weights", lists.weight)):
-        assert second[name] is wanted
-    assert (second["has_target"], second["has_weights"]) == (True, True)
-    assert (first["early"], second["early"]) == (early, True), "the second never makes the lists it reads"
-    for launch in (first, second):
-        assert launch["blocks"] is lists.blocks
-        assert launch["block_count"] is lists.block_count
-        assert (launch["block_rows"], launch["stages"]) == (32, 5)
-        assert launch["launch_pdl"] == launch["early"]
-    assert first["counter"].data_ptr() != second["counter"].data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("hidden", "block_rows", "fp8", "wanted"),
-    [(256, 16, True, True), (256, 32, True, True), (384, 16, True, False), (256, 64, True, False),
-     (256, 16, False, False)],
-)  # fmt: skip
-def test_what_streams(hidden, block_rows, fp8, wanted) -> None:
-    scales = torch.ones(1) if fp8 else None
-    experts = ExpertTensors(torch.zeros(1, 256, hidden), torch.zeros(1, hidden, 128), scales, scales)
-    lists = reference_lists(torch.zeros(1, 1, dtype=torch.int64), None, 1, block_rows)
-    counters = torch.zeros(2, dtype=torch.int32)
-    ordered = replace(lists, source=None, counters=counters)
-    assert streamed.fits(experts, ordered, quantised=True) == wanted
-    assert not streamed.fits(experts, replace(ordered, counters=None), quantised=True)
-    assert not streamed.fits(experts, replace(lists, counters=counters), quantised=False)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,6 @@ def quantise_to_places(
     if tokens:
         groups = GROUPS_A_PROGRAM
         quantise.quantise_to_places_kernel[(tokens, -(-width // (GROUP * groups)))](
-            x, place_of_lane, out, scales, x.stride(0), k, width, groups, places, x.is_cuda, num_warps=4
+            x, place_of_lane, out, scales, x.stride(0), k, width, groups, places, num_warps=4
         )
     return out, scales

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from interlock.kernels.triton import grouped_gemm, lanes, pipelined, route_lists, streamed
+from interlock.kernels.triton import grouped_gemm, lanes, pipelined, route_lists
 from interlock.kernels.triton.expert_tensors import GROUP, ExpertTensors
 from interlock.kernels.triton.fp8_rows import GROUPS_A_PROGRAM, quantise_rows
 from interlock.kernels.triton.row_blocks import (
@@ -95,7 +95,7 @@ def _token_lists(
     tokens, k = ids.shape
     count = tokens * k
     blocks = max_row_blocks(count, experts, block_rows)
-    sizes = (count, count, count, 5 * blocks, 4)
+    sizes = (count, count, count, 5 * blocks, 2)
     source, target, places, table, total = int32_arrays(sizes, ids.device)
     placed = None if weights is None else torch.empty(count, dtype=torch.float32, device=ids.device)
     place_of_lane = None
@@ -120,13 +120,12 @@ def _token_lists(
         placed,
         table.view(5, blocks),
         total[:1],
-        total[1:2],
+        total[1:],
         places=count,
         block_rows=block_rows,
         place_of_lane=place_of_lane,
         one_block_an_expert=place_of_lane is None,
         sparse=sparse,
-        counters=None if place_of_lane is None else total[2:],
     )
 
 
@@ -182,7 +181,7 @@ def segment_lists(
     else:
         blocks = max_row_blocks(places, experts, block_rows)
     table = torch.empty(5, blocks, dtype=torch.int32, device=counts.device)
-    total = torch.empty(4, dtype=torch.int32, device=counts.device)
+    total = torch.empty(2, dtype=torch.int32, device=counts.device)
     route_lists.segment_blocks_kernel[(1,)](
         counts, psum, table, total, experts, slab_rows, blocks,
         has_psum=psum is not None, bins=power_of_two(experts), block_rows=block_rows,
@@ -193,11 +192,10 @@ def segment_lists(
         weights,
         table,
         total[:1],
-        total[1:2],
+        total[1:],
         places=places,
         block_rows=block_rows,
         sparse=psum is None,
-        counters=total[2:],
     )
 
 
@@ -223,10 +221,6 @@ def compute(
     """
     if rounds_gate_up(experts, lists, config, quantised=x_scales is not None):
         pipelined.compute(*pipelined.placed_rows(x, x_scales, lists), experts, lists, out)
-        return
-    if config.streamed and streamed.fits(experts, lists, quantised=x_scales is not None):
-        rows, row_scales = pipelined.placed_rows(x, x_scales, lists)
-        streamed.compute(rows, row_scales, experts, lists, out, config.streamed, early=x_scales is None)
         return
     if experts.fp8 and x_scales is None:
         x, transposed = quantise_rows(x)

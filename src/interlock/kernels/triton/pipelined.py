@@ -78,14 +78,14 @@ def _multiply(
     """out[target[p]] = row_weights[p] * (weight [E, N, K] of p's expert) rows[p]; counter int32 [1], zero."""
     programs = torch.cuda.get_device_properties(rows.device).multi_processor_count
     pipelined_gemm.pipelined_kernel[(programs,)](
-        descriptor(rows, 64), row_scales, descriptor(weight.flatten(0, 1), 128), scales,
+        _descriptor(rows, 64), row_scales, _descriptor(weight.flatten(0, 1), 128), scales,
         out, target, row_weights, lists.blocks, lists.block_count, counter, lists.max_blocks,
         row_scales.stride(0), out.stride(0), depth=weight.shape[2], width=weight.shape[1], stages=STAGES,
         has_target=target is not None, num_warps=4,
     )  # fmt: skip
 
 
-def descriptor(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
+def _descriptor(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
     """Over e4m3 ``matrix``, in boxes of ``rows`` rows by 128."""
     block = [rows, GROUP]
     return TensorDescriptor.from_tensor(

@@ -29,7 +29,7 @@ TICKETS: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.jit
-def tile_at(tile, tiles: gl.constexpr, blocks, max_blocks):
+def _tile_at(tile, tiles: gl.constexpr, blocks, max_blocks):
     """As ``grouped_gemm.find_tile``; every tile below the total exists."""
     leader = gl.load(blocks + 3 * max_blocks + tile // tiles)
     size = gl.load(blocks + 4 * max_blocks + tile // tiles)
@@ -39,7 +39,7 @@ def tile_at(tile, tiles: gl.constexpr, blocks, max_blocks):
 
 
 @gluon.jit
-def announce(tickets, ready, free, slot, tile):
+def _announce(tickets, ready, free, slot, tile):
     """Tell both groups the tile to multiply next; any number at or beyond the total ends them."""
     mbarrier.wait(free.index(slot % TICKETS), (slot // TICKETS & 1) ^ 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -48,7 +48,7 @@ def announce(tickets, ready, free, slot, tile):
 
 
 @gluon.jit
-def next_tile(tickets, ready, free, slot):
+def _next_tile(tickets, ready, free, slot):
     mbarrier.wait(ready.index(slot % TICKETS), slot // TICKETS & 1)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tile = gl.max(tickets.index(slot % TICKETS).load(layout), axis=0)
@@ -67,9 +67,9 @@ def _feed(
     slot = 0
     tile = gl.atomic_add(counter, 1)
     while tile < total:
-        announce(tickets, ready, free, slot, tile)
+        _announce(tickets, ready, free, slot, tile)
         following = gl.atomic_add(counter, 1)
-        expert, index, first, end = tile_at(tile, tiles, cuts[0], cuts[1])
+        expert, index, first, end = _tile_at(tile, tiles, cuts[0], cuts[1])
         weight_row = (expert * tiles + index) * (2 * WIDE)
         both = first + HALF < end
         for step in range(depth // WIDE):
@@ -89,7 +89,7 @@ def _feed(
             count += 1
         slot += 1
         tile = following
-    announce(tickets, ready, free, slot, tile)
+    _announce(tickets, ready, free, slot, tile)
 
 
 @gluon.jit
@@ -167,9 +167,9 @@ def _tiles(
     tickets, ready, free = queue
     count = 0
     slot = 0
-    tile = next_tile(tickets, ready, free, slot)
+    tile = _next_tile(tickets, ready, free, slot)
     while tile < total:
-        expert, index, first, end = tile_at(tile, tiles, cuts[0], cuts[1])
+        expert, index, first, end = _tile_at(tile, tiles, cuts[0], cuts[1])
         start = first + group * HALF
         place = start + gl.arange(0, HALF, gl.SliceLayout(1, layout))
         live = place < end
@@ -197,7 +197,7 @@ def _tiles(
                 where + WIDE + HALF, gl.convert_layout(right1.to(out.dtype.element_ty), stored), mask=mask
             )
         slot += 1
-        tile = next_tile(tickets, ready, free, slot)
+        tile = _next_tile(tickets, ready, free, slot)
 
 
 @gluon.jit

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 FP8_MAX: tl.constexpr = tl.constexpr(448.0)
 
@@ -57,14 +56,8 @@ def quantise_to_places_kernel(
     width: tl.constexpr,
     groups: tl.constexpr,
     scale_stride,
-    early: tl.constexpr,
 ):
-    """Quantise a token once and write it at the place of each of its lanes (-1: nowhere).
-
-    early: the next kernel may start while this one runs.
-    """
-    if early:
-        gdc_launch_dependents()
+    """Quantise a token once and write it at the place of each of its lanes (-1: nowhere)."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * groups + tl.arange(0, groups)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]

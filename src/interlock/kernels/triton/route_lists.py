@@ -3,8 +3,7 @@
 Every array has a static size (an upper bound), so a captured CUDA graph replays with any routing. Lists are
 stable: within an expert, rows keep the order of their lanes. Reference: ``row_blocks.reference_lists``.
 
-``block_count`` int32 [4]: number of blocks in use, one past the last place in use, two counters (zero; a list
-for few lanes leaves them out).
+``block_count`` int32 [2]: number of blocks in use, and one past the last place in use.
 ``blocks`` int32 [5, B]: expert, first place, one past the last place, first block of the same expert, number
 of blocks of the same expert.
 
@@ -178,7 +177,6 @@ def store_blocks(counts, starts, order, blocks, block_count, max_blocks, block_r
     total = tl.sum(size, axis=0)
     tl.store(block_count, total)
     tl.store(block_count + 1, tl.max(tl.where(counts > 0, starts + counts, 0), axis=0))
-    tl.store(block_count + 2 + tl.arange(0, 2), 0)
     for j in range(tl.max(size, axis=0)):
         live = j < size
         first = starts + j * block_rows

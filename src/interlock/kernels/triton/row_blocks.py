@@ -29,7 +29,6 @@ class RowLists:
         place_of_lane: int32 [n, k], place of each lane or -1, where it was made.
         one_block_an_expert: no expert has more than one block.
         sparse: few of the B blocks are expected to be in use.
-        counters: int32 [2], zero, for programs that take tiles in turn; one for each product.
     """
 
     source: torch.Tensor | None
@@ -43,7 +42,6 @@ class RowLists:
     place_of_lane: torch.Tensor | None = None
     one_block_an_expert: bool = False
     sparse: bool = False
-    counters: torch.Tensor | None = None
 
     @property
     def max_blocks(self) -> int:

@@ -28,15 +28,12 @@ class MoeConfig:
     """Launch parameters of one MoE layer; both GEMMs share the row blocks.
 
     ``pipelined``: use the persistent kernels for many tokens where they apply (fp8, 128 rows a block).
-    ``streamed``: use those for few rows an expert where they apply (fp8, 16 or 32 rows a block), with so many
-    steps of weights in flight; 0 does not.
     """
 
     block_rows: int
     gate_up: Tile
     down: Tile
     pipelined: bool = False
-    streamed: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,7 +45,6 @@ class MoeConfig:
             Tile(**fields["gate_up"]),
             Tile(**fields["down"]),
             fields.get("pipelined", False),
-            fields.get("streamed", 0),
         )
 
 

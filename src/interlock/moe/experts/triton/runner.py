@@ -91,7 +91,7 @@ class GroupedRunner(ABC):
         self, rows: ReplicatedRows, config: MoeConfig
     ) -> tuple[RowLists, torch.Tensor, torch.Tensor | None]:
         """Lists, and rows quantised beside them (scales [n, h / 128]) where the GEMMs gather them."""
-        if config.pipelined or config.streamed:
+        if config.pipelined:
             return self._row_lists(rows, rows.ids.numel(), config.block_rows), rows.rows, None
         held, lanes = self._spec.num_experts, rows.ids.numel()
         lists, values, scales = moe.lists_and_rows(
