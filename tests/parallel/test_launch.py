@@ -49,6 +49,14 @@ def test_a_port_that_is_taken_is_named(address: StoreAddress) -> None:
         Rendezvous.open(address, rank=0, size=2, timeout=1, join_timeout=1)
 
 
+def test_a_name_that_does_not_resolve_is_named() -> None:
+    where = StoreAddress(address="no.such.host.invalid:29500")
+    with pytest.raises(
+        StartupError, match=r"--dist-init no\.such\.host\.invalid:29500: rank 0 cannot listen"
+    ):
+        Rendezvous.open(where, rank=0, size=2, timeout=1, join_timeout=1)
+
+
 def test_addresses_of_both_families_are_read() -> None:
     assert (StoreAddress(address="[fd00::2]:29500").host, StoreAddress(address="h:1").port) == ("fd00::2", 1)
 

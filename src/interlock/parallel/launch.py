@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from interlock.errors import StartupError
+from interlock.listening import listening_socket
 from interlock.parallel.interface import interface_towards
 from interlock.parallel.store_address import StoreAddress
 from interlock.parallel.topology import Groups, build_groups
@@ -20,7 +20,6 @@ from interlock.parallel.torch_group import TorchGroup
 
 JOIN_SECONDS = 300.0
 LOAD_SECONDS = 4 * 3600.0
-BACKLOG = 2048
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The only way to tell these libraries which interface to use; the default, what the host's own name
 resolves to, is the loopback interface on many machines."""
@@ -90,21 +89,13 @@ class Rendezvous:
 
 def _listen(where: StoreAddress) -> int:
     """File descriptor of a socket that listens on the store's address."""
-    family, kind, protocol, _, address = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)[
-        0
-    ]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address)
-        listener.listen(BACKLOG)
+        return listening_socket(where.host, where.port).detach()
     except OSError as error:
-        listener.close()
         raise StartupError(
             f"--dist-init {where.address}: rank 0 cannot listen there: {error.strerror or error}; "
             "choose another port, or an address of this machine"
         ) from None
-    return listener.detach()
 
 
 def _missing(where: StoreAddress, hosts: bool, size: int, seconds: float, error: RuntimeError) -> str:

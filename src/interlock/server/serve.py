@@ -10,8 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from interlock.errors import StartupError
-
-BACKLOG = 2048
+from interlock.listening import listening_socket
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -21,23 +20,14 @@ def listen(host: str, port: int) -> socket.socket:
         StartupError: the address cannot be bound.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
+        return listening_socket(host, port)
+    except socket.gaierror as error:
         raise StartupError(f"--host {host}: {error.strerror or error}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
     except OSError as error:
-        listener.close()
         raise StartupError(
             f"cannot listen on {host}:{port}: {error.strerror or error}; "
             "choose another --port (0 takes a free one)"
         ) from None
-    return listener
 
 
 class Server(uvicorn.Server):
