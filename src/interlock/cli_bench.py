@@ -37,6 +37,10 @@ Rounds = Annotated[int, typer.Option(help="Times that every arm is measured, in 
 Seed = Annotated[
     int | None, typer.Option(help="Seed of the prompts; default: a new one, which is recorded.", min=0)
 ]
+OneAtATime = Annotated[
+    bool,
+    typer.Option("--one-at-a-time", help="Restart the arms in every round, even if all fit in memory."),
+]
 Out = Annotated[
     Path | None,
     typer.Option(help="Folder for JSON and plots; default: your evidence folder.", file_okay=False),
@@ -56,10 +60,7 @@ def decode(
     rounds: Rounds = 3,
     seed: Seed = None,
     ranks_per_gpu: RanksPerGpu = None,
-    one_at_a_time: Annotated[
-        bool,
-        typer.Option("--one-at-a-time", help="Restart the arms in every round, even if all fit in memory."),
-    ] = False,
+    one_at_a_time: OneAtATime = False,
     out: Out = None,
     name: Name = None,
     plot: Plot = True,
@@ -109,10 +110,7 @@ def prefill(
     rounds: Rounds = 3,
     seed: Seed = None,
     ranks_per_gpu: RanksPerGpu = None,
-    one_at_a_time: Annotated[
-        bool,
-        typer.Option("--one-at-a-time", help="Restart the arms in every round, even if all fit in memory."),
-    ] = False,
+    one_at_a_time: OneAtATime = False,
     out: Out = None,
     name: Name = None,
     plot: Plot = True,

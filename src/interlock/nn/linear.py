@@ -124,15 +124,34 @@ class _Holder:
         (formats.kept if self._stored_fp8 else formats.other).add(name)
 
 
-class ColumnParallelLinear:
+class _ParallelLinear:
+    """What linears of both kinds tell of the weight that they hold."""
+
+    def __init__(self, context: ModelContext, weight_format: str) -> None:
+        self._kernels, self._device, self._dtype = context.kernels, context.device, context.dtype
+        self._holder = _Holder(context, weight_format)
+
+    @property
+    def nbytes(self) -> int:
+        return self._packed.nbytes
+
+    @property
+    def _packed(self) -> PackedWeight:
+        return self._holder.packed
+
+    def tell_format(self, formats: HeldFormats) -> None:
+        """Add what the weight is held in to ``formats``."""
+        self._holder.tell(formats)
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """x [n, K] -> this rank's output columns [n, N / t]. No communication.
 
     The weight may be a stack of several ([gate; up], [q; k; v]); whoever loads it cuts it.
     """
 
     def __init__(self, context: ModelContext, weight_format: str = "") -> None:
-        self._kernels, self._device, self._dtype = context.kernels, context.device, context.dtype
-        self._holder = _Holder(context, weight_format)
+        super().__init__(context, weight_format)
 
     def load(self, weight: torch.Tensor) -> None:
         """weight [N / t, K] of this rank, which is held in its own dtype."""
@@ -157,18 +176,6 @@ class ColumnParallelLinear:
         return all(self._holder.keeps(source, name) for name in names)
 
     @property
-    def nbytes(self) -> int:
-        return self._packed.nbytes
-
-    @property
-    def _packed(self) -> PackedWeight:
-        return self._holder.packed
-
-    def tell_format(self, formats: HeldFormats) -> None:
-        """Add what the weight is held in to ``formats``."""
-        self._holder.tell(formats)
-
-    @property
     def takes_quantised(self) -> bool:
         """Whether a call takes rows that are quantised already."""
         return self._holder.takes_quantised
@@ -179,7 +186,7 @@ class ColumnParallelLinear:
         return self._holder.multiply(x, out_dtype=out_dtype)
 
 
-class RowParallelLinear:
+class RowParallelLinear(_ParallelLinear):
     """This rank's input columns [n, K / t] -> full output [n, N] on every rank.
 
     Two ways with one meaning. Normally each rank multiplies its columns of the weight and the float32 partial
@@ -190,12 +197,10 @@ class RowParallelLinear:
     def __init__(
         self, context: ModelContext, weight_format: str = "", *, in_features: int, out_features: int
     ) -> None:
-        self._kernels = context.kernels
+        super().__init__(context, weight_format)
         self._group = context.groups.attn_tp
-        self._dtype, self._device = context.dtype, context.device
         self._in_features, self._out_features = in_features, out_features
         self._gathers_input = context.plan.deterministic and self._group.size > 1
-        self._holder = _Holder(context, weight_format)
 
     @property
     def is_deterministic(self) -> bool:
@@ -217,18 +222,6 @@ class RowParallelLinear:
             weight = source.read(name, columns=part.live, dtype=self._dtype)
             weight = F.pad(weight, (0, part.padding)) if part.padding else weight
         self._holder.pack(weight, name, stored_fp8=source.is_fp8(name))
-
-    @property
-    def nbytes(self) -> int:
-        return self._packed.nbytes
-
-    @property
-    def _packed(self) -> PackedWeight:
-        return self._holder.packed
-
-    def tell_format(self, formats: HeldFormats) -> None:
-        """Add what the weight is held in to ``formats``."""
-        self._holder.tell(formats)
 
     @property
     def takes_quantised(self) -> bool:

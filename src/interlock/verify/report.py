@@ -17,27 +17,9 @@ from interlock.evidence.record import (
 )
 from interlock.evidence.schema import Arm, Evidence, Measurement, PromptOutcome
 from interlock.plan.facts import MachineFacts
+from interlock.verify.attribute import Flip, LayerDifference
 from interlock.verify.findings import Finding
 from interlock.verify.run import Result, Side
-
-
-class LayerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Largest relative difference of a layer's parts, and the share of tokens with the same experts."""
-
-    layer: int
-    attention: float
-    mlp: float
-    same_routes: float | None
-
-
-class FlipRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A token whose experts differ at a near tie of ``gap``."""
-
-    layer: int
-    position: int
-    left: tuple[int, ...]
-    joined: tuple[int, ...]
-    gap: float
 
 
 class PromptReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +32,8 @@ class PromptReport(msgspec.Struct, frozen=True, kw_only=True):
     mean_kl: float
     chunk_ends: tuple[tuple[int, ...], tuple[int, ...]]
     cached_tokens: tuple[int, int]
-    layers: tuple[LayerRow, ...] = ()
-    flips: tuple[FlipRow, ...] = ()
+    layers: tuple[LayerDifference, ...] = ()
+    flips: tuple[Flip, ...] = ()
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,20 +120,8 @@ def _prompt(finding: Finding) -> PromptReport:
         mean_kl=comparison.mean_kl,
         chunk_ends=finding.chunks,
         cached_tokens=finding.cached,
-        layers=tuple(
-            LayerRow(layer=row.layer, attention=row.attention, mlp=row.mlp, same_routes=row.same_routes)
-            for row in (found.layers if found else ())
-        ),
-        flips=tuple(
-            FlipRow(
-                layer=flip.layer,
-                position=flip.position,
-                left=flip.left,
-                joined=flip.joined,
-                gap=flip.gap,
-            )
-            for flip in (found.flips if found else ())
-        ),
+        layers=found.layers if found else (),
+        flips=found.flips if found else (),
     )
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear, silu
 
-from interlock.moe.a2a.base import ExpertInput, ReplicatedRows
+from interlock.moe.a2a.base import ExpertInput
 from interlock.moe.experts.base import RunnerReceipt, RunnerSpec
+from interlock.moe.experts.one_by_one import run_one_by_one
 from interlock.moe.experts.torch import RUNNER
 from interlock.moe.experts.weights import ExpertWeights
-from interlock.moe.fp8_rows import dequantise_rows
-from interlock.moe.layouts import expert_rows
 
 ACTIVATION_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -34,22 +33,9 @@ class TorchRunner:
 
     def run(self, rows: ExpertInput) -> torch.Tensor:
         """See ``Runner.run``."""
-        dtype = self._spec.dtype
-        lists = expert_rows(rows, self._spec.num_experts)
-        x = rows.rows if rows.scales is None else dequantise_rows(rows.rows, rows.scales, dtype)
-        x = x.flatten(0, -2)
-        lead = rows.ids.shape if isinstance(rows, ReplicatedRows) else rows.rows.shape[:-1]
-        out = torch.empty(*lead, self._spec.hidden_size, dtype=dtype, device=x.device)
-        flat = out.view(-1, self._spec.hidden_size)
-        offsets = lists.offsets.tolist()
-        for expert in range(self._spec.num_experts):
-            part = slice(offsets[expert], offsets[expert + 1])
-            if part.start == part.stop:
-                continue
-            result = self._expert(expert, x[lists.source[part]])
-            flat[lists.target[part]] = (result * lists.weight[part].unsqueeze(1)).to(dtype)
+        out, computed = run_one_by_one(rows, self._spec, self._expert, reads=self._spec.dtype)
         self._calls += 1
-        self._rows += offsets[-1]
+        self._rows += computed
         return out
 
     def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:

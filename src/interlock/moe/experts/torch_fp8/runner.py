@@ -9,11 +9,10 @@ from torch.nn.functional import silu
 
 from interlock.errors import CheckpointError
 from interlock.kernels.fp8_blocks import BLOCK, Fp8Blocks, linear_w8a8
-from interlock.moe.a2a.base import ExpertInput, ReplicatedRows
+from interlock.moe.a2a.base import ExpertInput
 from interlock.moe.experts.base import RunnerReceipt, RunnerSpec
+from interlock.moe.experts.one_by_one import run_one_by_one
 from interlock.moe.experts.torch_fp8 import RUNNER
-from interlock.moe.fp8_rows import dequantise_rows
-from interlock.moe.layouts import expert_rows
 
 Projections = tuple[Fp8Blocks, Fp8Blocks, Fp8Blocks]
 
@@ -47,22 +46,9 @@ class TorchFp8Runner:
     def run(self, rows: ExpertInput) -> torch.Tensor:
         """See ``Runner.run``. Rows that arrive as fp8 are used as they are: quantising them again gives them
         back."""
-        dtype, hidden = self._spec.dtype, self._spec.hidden_size
-        lists = expert_rows(rows, self._spec.num_experts)
-        x = rows.rows if rows.scales is None else dequantise_rows(rows.rows, rows.scales, torch.float32)
-        x = x.flatten(0, -2)
-        lead = rows.ids.shape if isinstance(rows, ReplicatedRows) else rows.rows.shape[:-1]
-        out = torch.empty(*lead, hidden, dtype=dtype, device=x.device)
-        flat = out.view(-1, hidden)
-        offsets = lists.offsets.tolist()
-        for expert in range(self._spec.num_experts):
-            part = slice(offsets[expert], offsets[expert + 1])
-            if part.start == part.stop:
-                continue
-            result = self._expert(expert, x[lists.source[part]])
-            flat[lists.target[part]] = (result * lists.weight[part].unsqueeze(1)).to(dtype)
+        out, computed = run_one_by_one(rows, self._spec, self._expert, reads=torch.float32)
         self._calls += 1
-        self._rows += offsets[-1]
+        self._rows += computed
         return out
 
     def observed(self) -> RunnerReceipt:
