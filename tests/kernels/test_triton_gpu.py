@@ -44,9 +44,13 @@ def packed(kernels, experts: int, hidden: int, inter: int, *, fp8: bool):
     384, 128), (40, 1, 1, 16), (2049, 8, 8, 64)],
 )  # fmt: skip
 @pytest.mark.parametrize("unused", [0.0, 0.3, 1.0])
-def test_row_lists_equal_a_stable_sort(kernels, tokens, k, experts, block_rows, unused) -> None:
+@pytest.mark.parametrize("launches", [1, 3])
+def test_row_lists_equal_a_stable_sort(
+    kernels, tokens, k, experts, block_rows, unused, launches, monkeypatch
+) -> None:
     from interlock.kernels.triton import moe
 
+    monkeypatch.setattr(moe, "LANES_AT_ONCE", 1 << 14 if launches == 1 else 0)
     ids, weights = random_routes(tokens, k, experts, device="cuda", unused=unused)
     got, want = (
         moe.token_lists(ids, weights, experts, block_rows),

@@ -34,9 +34,11 @@ REFERENCE = TorchKernels()
 
 
 @pytest.mark.parametrize(("tokens", "k", "experts", "block_rows"), [
-    (1, 8, 16, 16), (16, 8, 16, 16), (17, 4, 5, 16), (70, 2, 3, 32)])  # fmt: skip
+    (1, 8, 16, 16), (16, 8, 16, 16), (17, 4, 5, 16), (70, 2, 3, 32), (150, 8, 33, 16)])  # fmt: skip
 @pytest.mark.parametrize("unused", [0.0, 0.3, 1.0])
-def test_row_lists_equal_a_stable_sort(tokens, k, experts, block_rows, unused) -> None:
+@pytest.mark.parametrize("launches", [1, 3])
+def test_row_lists_equal_a_stable_sort(tokens, k, experts, block_rows, unused, launches, monkeypatch) -> None:
+    monkeypatch.setattr(moe, "LANES_AT_ONCE", 4096 if launches == 1 else 0)
     k = min(k, experts)
     ids, weights = random_routes(tokens, k, experts, device="cpu", unused=unused)
     got = moe.token_lists(ids, weights, experts, block_rows)
@@ -55,7 +57,9 @@ def test_row_lists_equal_a_stable_sort(tokens, k, experts, block_rows, unused) -
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 40])
-def test_rows_are_quantised_beside_the_lists(tokens) -> None:
+@pytest.mark.parametrize("launches", [1, 3])
+def test_rows_are_quantised_beside_the_lists(tokens, launches, monkeypatch) -> None:
+    monkeypatch.setattr(moe, "LANES_AT_ONCE", 4096 if launches == 1 else 0)
     ids, weights = random_routes(tokens, 4, 5, device="cpu", unused=0.2)
     x = torch.randn(tokens, 1280)
     lists, values, scales = moe.lists_and_rows(x, ids, weights, 5, 16)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from interlock.kernels.triton import grouped_gemm, lanes, pipelined, route_lists
+from interlock.kernels.triton import grouped_gemm, lanes, lists_at_once, pipelined, route_lists
 from interlock.kernels.triton.expert_tensors import GROUP, ExpertTensors
 from interlock.kernels.triton.fp8_rows import GROUPS_A_PROGRAM, quantise_rows
 from interlock.kernels.triton.row_blocks import (
     FEW_LANES,
+    LANES_AT_ONCE,
     RowLists,
     int32_arrays,
     max_row_blocks,
@@ -110,7 +111,8 @@ def _token_lists(
                 *lists, *beside.arguments, **constants, **beside.constants
             )
     else:
-        _chunked_lists(
+        build = _lists_at_once if count <= LANES_AT_ONCE else _chunked_lists
+        build(
             ids, weights, source, target, placed, places, (table, total), blocks, experts, block_rows, beside
         )
         place_of_lane = places.view(tokens, k)
@@ -127,6 +129,35 @@ def _token_lists(
         one_block_an_expert=place_of_lane is None,
         sparse=sparse,
     )
+
+
+def _lists_at_once(
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    placed: torch.Tensor | None,
+    places: torch.Tensor,
+    cuts: tuple[torch.Tensor, torch.Tensor],
+    max_blocks: int,
+    experts: int,
+    block_rows: int,
+    beside: _Quantisation | None,
+) -> None:
+    count, k = ids.numel(), ids.shape[1]
+    lists = (ids, weights, source, target, placed, places, *cuts, count, k, max_blocks)
+    part = 64
+    constants = {
+        "has_weights": weights is not None, "step": 1024, "part": part, "bins": power_of_two(experts + 1),
+        "block_rows": block_rows, "num_warps": 4,
+    }  # fmt: skip
+    programs = 1 + -(-count // part)
+    if beside is None:
+        lists_at_once.lists_kernel[(programs,)](*lists, **constants)
+    else:
+        lists_at_once.lists_quantise_kernel[(programs + beside.programs,)](
+            *lists, *beside.arguments, **constants, **beside.constants
+        )
 
 
 def _chunked_lists(

@@ -11,6 +11,8 @@ import torch
 
 FEW_LANES = 128
 """Lanes up to which one program builds the whole list."""
+LANES_AT_ONCE = 0
+"""Lanes up to which the whole list is built by one launch (it is meant for 4,096, and not timed yet)."""
 
 
 @dataclass(frozen=True, slots=True)
