@@ -17,9 +17,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from interlock.errors import StartupError  # noqa: E402
+from interlock.kernels.base import CompileShare  # noqa: E402
 from interlock.kernels.triton.compile_ahead import compile_ahead, rehearsing  # noqa: E402
 from interlock.kernels.triton.compile_jobs import SLOWEST_FIRST, Job, Queue  # noqa: E402
 from interlock.kernels.triton.compile_processes import SERVER, CompileProcesses  # noqa: E402
+from interlock.kernels.triton.router import top_k  # noqa: E402
 from tests.kernels import kernels_to_compile as kernels  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -60,7 +62,7 @@ def machine(monkeypatch, tmp_path):
 
 @pytest.fixture
 def processes():
-    started = CompileProcesses(2)
+    started = CompileProcesses(CompileShare(processes=2))
     yield started
     started.close()
 
@@ -184,20 +186,45 @@ def test_the_server_ends_with_its_input() -> None:
     assert server.wait(60) == 0
 
 
+def job(number: int, name: str) -> Job:
+    return Job(
+        number=number,
+        module="m",
+        name=name,
+        specialisation=f"{number}",
+        source_key="",
+        target=("cuda", 90, 32),
+    )
+
+
+def test_ranks_of_a_machine_begin_with_different_kernels() -> None:
+    """Each is the first that one rank compiles of its part, and every rank gets them all."""
+    orders = []
+    for rank in range(3):
+        waiting = Queue(CompileShare(processes=1, rank=rank, ranks=3))
+        for number in range(60):
+            waiting.put(job(number, "a_kernel"))
+        orders.append([waiting.take().number for _ in range(60)])
+    assert all(sorted(order) == list(range(60)) for order in orders)
+    first = [set(order[:10]) for order in orders]
+    assert not first[0] & first[1] | first[1] & first[2] | first[0] & first[2]
+
+
+def test_a_rehearsal_chooses_experts_of_all_ranks(machine, processes) -> None:
+    chosen: list[torch.Tensor] = []
+
+    def rehearse() -> None:
+        chosen.append(top_k(torch.zeros(4, 64), None, 8, sigmoid=True, normalise=True)[0])
+
+    assert compile_ahead(rehearse, processes).kernels == 1
+    assert chosen[0].flatten().unique().tolist() == list(range(0, 64, 2))
+
+
 def test_those_that_take_longest_are_compiled_first() -> None:
-    waiting = Queue()
+    waiting = Queue(CompileShare(processes=1))
     names = ["norm_kernel", SLOWEST_FIRST[1], "rope_kernel", SLOWEST_FIRST[0]]
     for number, name in enumerate(names):
-        waiting.put(
-            Job(
-                number=number,
-                module="m",
-                name=name,
-                specialisation="",
-                source_key="",
-                target=("cuda", 90, 32),
-            )
-        )
+        waiting.put(job(number, name))
     assert [waiting.take().name for _ in names] == [*SLOWEST_FIRST[:2], "norm_kernel", "rope_kernel"]
     assert len(waiting) == 0
 

@@ -20,6 +20,7 @@ from interlock.engine.step import Step
 from interlock.engine.step_buffers import Space, StepBuffers
 from interlock.engine.upload import upload
 from interlock.engine.warm_up import warm_up_phases
+from interlock.kernels.base import CompileShare
 from interlock.kernels.registry import get_kernels
 from interlock.kv.cache import KVCache, Storage, allocate
 from interlock.models.registry import model_families
@@ -45,7 +46,7 @@ class ModelRunner:
         self.clock = clock or StartClock()
         self.device = torch.device(plan.device)
         self.kernels = get_kernels(plan.kernels, threads=plan.threads)
-        self._compiler = self.kernels.compiler(_cores_of_a_rank(plan))
+        self._compiler = self.kernels.compiler(_share_of_compiling(plan, groups.world.rank))
         self.context = ModelContext(
             plan=plan,
             kernels=self.kernels,
@@ -155,6 +156,8 @@ class ModelRunner:
         return hidden
 
 
-def _cores_of_a_rank(plan: LaunchPlan) -> int:
+def _share_of_compiling(plan: LaunchPlan, rank: int) -> CompileShare:
     """This process's cores, shared with the other ranks of the node; more than 32 would have little to do."""
-    return max(1, min(32, len(os.sched_getaffinity(0)) // (plan.tp_size // plan.nnodes)))
+    ranks = plan.tp_size // plan.nnodes
+    cores = len(os.sched_getaffinity(0)) // ranks
+    return CompileShare(processes=max(1, min(32, cores)), rank=rank % ranks, ranks=ranks)

@@ -91,6 +91,21 @@ class CompileReport:
     slowest: tuple[tuple[str, float], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CompileShare:
+    """One rank's part in compiling. The ranks of a machine need the same kernels and share a cache on disk:
+    each compiles its own part first, and finds most of the others' when it comes to them.
+
+    Attributes:
+        processes: kernels that it compiles at a time.
+        rank, ranks: its number among those of its machine.
+    """
+
+    processes: int
+    rank: int = 0
+    ranks: int = 1
+
+
 class Compiler(Protocol):
     """Compiles kernels before they are launched; made long before its use, since it needs time to start."""
 
@@ -111,8 +126,8 @@ class Kernels(Protocol):
     name: str
     row_invariant: bool
 
-    def compiler(self, processes: int) -> Compiler | None:
-        """Start what compiles ``processes`` kernels at a time; None for a set that is compiled already."""
+    def compiler(self, share: CompileShare) -> Compiler | None:
+        """Start what compiles this rank's kernels; None for a set that is compiled already."""
 
     def pack_linear(self, weight: torch.Tensor) -> PackedWeight:
         """Pack [N, K] float32 or bfloat16; may free nothing of its input."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from interlock.kernels import torch_draw
-from interlock.kernels.base import ExpertRows, PackedExperts, PackedWeight
+from interlock.kernels.base import CompileShare, ExpertRows, PackedExperts, PackedWeight
 from interlock.kernels.fp8_blocks import Fp8Blocks, linear_w8a8
 
 
@@ -43,7 +43,7 @@ class TorchKernels:
     name = "torch"
     row_invariant = False
 
-    def compiler(self, processes: int) -> None:
+    def compiler(self, share: CompileShare) -> None:
         """Nothing is compiled at a launch."""
 
     def pack_linear(self, weight: torch.Tensor) -> PackedWeight:

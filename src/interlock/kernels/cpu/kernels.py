@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from interlock.kernels import torch_draw
-from interlock.kernels.base import ExpertRows, PackedExperts, PackedWeight
+from interlock.kernels.base import CompileShare, ExpertRows, PackedExperts, PackedWeight
 from interlock.kernels.cpu.arena import WeightArena
 from interlock.kernels.cpu.library import native_library, raise_status
 
@@ -64,7 +64,7 @@ class CpuKernels:
         self._native = native_library()
         self._arena = WeightArena()
 
-    def compiler(self, processes: int) -> None:
+    def compiler(self, share: CompileShare) -> None:
         """Nothing is compiled at a launch."""
 
     def pack_linear(self, weight: torch.Tensor) -> PackedWeight:

@@ -26,7 +26,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from interlock.errors import StartupError
-from interlock.kernels.base import CompileReport
+from interlock.kernels.base import CompileReport, CompileShare
 from interlock.kernels.triton.compile_jobs import Job, Outcome
 from interlock.kernels.triton.compile_processes import CompileProcesses
 
@@ -77,8 +77,8 @@ def compile_ahead(rehearse: Callable[[], None], processes: CompileProcesses) -> 
 class TritonCompiler:
     """See ``Compiler``."""
 
-    def __init__(self, processes: int) -> None:
-        self._processes = CompileProcesses(processes)
+    def __init__(self, share: CompileShare) -> None:
+        self._processes = CompileProcesses(share)
 
     def compile_ahead(self, rehearse: Callable[[], None]) -> CompileReport:
         """See ``Compiler.compile_ahead``."""

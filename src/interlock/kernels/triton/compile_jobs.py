@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import zlib
 
 import msgspec
+
+from interlock.kernels.base import CompileShare
 
 SLOWEST_FIRST = ("pipelined_attention_kernel", "tiles_kernel", "pipelined_kernel", "attention_kernel")
 """Kernels that compile for longest (4.1 to 1.5, 1.2, 1 and 0.9 CPU seconds, others 0.1 to 0.6 each)."""
@@ -45,11 +48,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Queue:
-    """Jobs that wait: those that take longest first, then in order of arrival, so that none of them is left
-    over for the end, when the other processes have nothing to do."""
+    """Jobs that wait: this rank's part before the other ranks', those that take longest first, then in order
+    of arrival, so that no long one is left over for the end, when the other processes have nothing to do."""
 
-    def __init__(self) -> None:
-        self._waiting: list[tuple[int, int, Job]] = []
+    def __init__(self, share: CompileShare) -> None:
+        self._share = share
+        self._waiting: list[tuple[bool, int, int, Job]] = []
         self._arrived = 0
 
     def __len__(self) -> int:
@@ -58,9 +62,14 @@ class Queue:
     def put(self, job: Job) -> None:
         base = job.name.rpartition(".")[2]
         place = SLOWEST_FIRST.index(base) if base in SLOWEST_FIRST else len(SLOWEST_FIRST)
-        heapq.heappush(self._waiting, (place, self._arrived, job))
+        heapq.heappush(self._waiting, (not self._owns(job), place, self._arrived, job))
         self._arrived += 1
 
     def take(self) -> Job:
         """The next job. Raises IndexError when none waits."""
-        return heapq.heappop(self._waiting)[2]
+        return heapq.heappop(self._waiting)[-1]
+
+    def _owns(self, job: Job) -> bool:
+        """Of equal jobs on different ranks, one is owned."""
+        named = f"{job.module}.{job.name} {job.specialisation}"
+        return zlib.crc32(named.encode()) % self._share.ranks == self._share.rank

@@ -8,10 +8,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import astuple
 
 import msgspec
 
 from interlock.errors import StartupError
+from interlock.kernels.base import CompileShare
 from interlock.kernels.triton.compile_jobs import Job, Outcome
 
 SERVER = "interlock.kernels.triton.compile_server"
@@ -24,16 +26,16 @@ class CompileProcesses:
     this process ends.
 
     Args:
-        processes: how many kernels are compiled at a time.
+        share: how many kernels are compiled at a time, and which of them first.
 
     Raises:
         StartupError: the process cannot be started.
     """
 
-    def __init__(self, processes: int) -> None:
+    def __init__(self, share: CompileShare) -> None:
         try:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", SERVER, str(processes)],
+                [sys.executable, "-m", SERVER, *map(str, astuple(share))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )

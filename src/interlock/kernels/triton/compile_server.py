@@ -1,8 +1,9 @@
-"""Compiles Triton kernels for a rank: ``python -m interlock.kernels.triton.compile_server PROCESSES``.
+"""Compiles Triton kernels for a rank: ``python -m interlock.kernels.triton.compile_server`` and a share.
 
-Reads ``Job`` lines, writes an ``Outcome`` line as each ends, and ends with its input. Every job is a fork of
-this process, which has imported the compiler once, so jobs share neither the import nor an interpreter lock
-(most of the time of a small kernel is Python). It never touches a GPU.
+Its arguments are the fields of ``CompileShare``. It reads ``Job`` lines, writes an ``Outcome`` line as each
+ends, and ends with its input. Every job is a fork of this process, which has imported the compiler once, so
+jobs share neither the import nor an interpreter lock (most of the time of a small kernel is Python). It never
+touches a GPU.
 """
 
 # mypy: allow-untyped-calls
@@ -22,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from interlock.kernels.base import CompileShare
 from interlock.kernels.triton.compile_jobs import Job, Outcome, Queue
 
 PRELOADED = "interlock.kernels.triton.kernels"
@@ -34,7 +36,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a compiler prints must not land between the outcomes
     _import_the_compiler()
-    _Server(jobs, outcomes, processes=int(sys.argv[1])).run()
+    _Server(jobs, outcomes, CompileShare(*map(int, sys.argv[1:]))).run()
 
 
 def _import_the_compiler() -> None:
@@ -55,10 +57,10 @@ class _Running:
 
 
 class _Server:
-    def __init__(self, jobs: int, outcomes: int, *, processes: int) -> None:
-        self._jobs, self._outcomes, self._processes = jobs, outcomes, processes
+    def __init__(self, jobs: int, outcomes: int, share: CompileShare) -> None:
+        self._jobs, self._outcomes, self._processes = jobs, outcomes, share.processes
         self._decoder = msgspec.json.Decoder(Job)
-        self._waiting = Queue()
+        self._waiting = Queue(share)
         self._running: dict[int, _Running] = {}
         self._selector = selectors.DefaultSelector()
         self._unfinished = b""

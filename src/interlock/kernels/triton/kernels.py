@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from interlock.kernels.base import ExpertRows, PackedExperts, PackedWeight, QuantisedRows
+from interlock.kernels.base import CompileShare, ExpertRows, PackedExperts, PackedWeight, QuantisedRows
 from interlock.kernels.triton import attention, draw, linear, moe, norm, rope
 from interlock.kernels.triton.compile_ahead import TritonCompiler
 from interlock.kernels.triton.expert_tensors import GROUP, ExpertTensors, pad_width, quantise_blocks
@@ -23,8 +23,8 @@ class TritonKernels:
     name = "triton"
     row_invariant = False
 
-    def compiler(self, processes: int) -> TritonCompiler:
-        return TritonCompiler(processes)
+    def compiler(self, share: CompileShare) -> TritonCompiler:
+        return TritonCompiler(share)
 
     def pack_linear(self, weight: torch.Tensor) -> PackedWeight:
         rows, depth = weight.shape

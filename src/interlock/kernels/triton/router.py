@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from interlock.kernels.triton import lanes
+from interlock.kernels.triton.compile_ahead import rehearsing
 from interlock.kernels.triton.row_blocks import power_of_two
 
 MAX_PARTS = 3
@@ -131,7 +132,17 @@ def top_k(
             has_bias=bias is not None, has_live=live_count is not None, normalise=normalise,
             num_warps=1 if experts <= 256 else 4, **_early(logits),
         )  # fmt: skip
+        if rehearsing():
+            ids.copy_(spread(tokens, k, experts))
     return ids, weights
+
+
+def spread(tokens: int, k: int, experts: int) -> torch.Tensor:
+    """ids int64 [tokens, k], distinct and ascending in a row, evenly over the experts: what a rehearsal takes
+    for the choice, so that each rank is sent some lanes and meets the kernels that compute them."""
+    number = torch.arange(tokens * k)
+    ids = number * experts // len(number) if len(number) <= experts else number % experts
+    return ids.view(tokens, k).sort(dim=1).values
 
 
 def _early(x: torch.Tensor) -> dict[str, bool]:
