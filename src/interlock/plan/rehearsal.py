@@ -1,6 +1,8 @@
 """Rehearsal: a deployment of many ranks on fewer GPUs, to see that it is correct. It says nothing of speed.
 
-Ranks on one GPU take turns, so every exchange costs tens of milliseconds. NCCL lets ranks share a GPU from
+Ranks on one GPU take turns, so every exchange costs tens of milliseconds, unless the NVIDIA Multi-Process
+Service (MPS) runs them side by side. Then kernels that wait for each other must fit on the GPU at once, so NCCL
+may use few blocks. NCCL lets ranks share a GPU from
 2.30 on, and only when it is told to by its environment, which a rank must have before it starts.
 """
 
@@ -26,6 +28,9 @@ CONTEXT_BYTES: Final = 1 << 30
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MIN_NCHANNELS": "1",
+    "NCCL_MAX_NCHANNELS": "4",
+    "NCCL_MAX_P2P_NCHANNELS": "4",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
