@@ -48,7 +48,9 @@ def scale_rows(scales: torch.Tensor) -> torch.Tensor:
     [(1, 1, 1, 128), (5, 3, 7, 128), (33, 4, 6, 16), (130, 8, 256, 128), (600, 2, 3, 128)],
 )
 @pytest.mark.parametrize("unused", [0.0, 0.4, 1.0])
-def test_aligned_places(device, tokens, k, experts, alignment, unused) -> None:
+@pytest.mark.parametrize("counted_chunk", [1, 1 << 30])
+def test_aligned_places(device, tokens, k, experts, alignment, unused, counted_chunk, monkeypatch) -> None:
+    monkeypatch.setattr(placed_rows, "COUNTED_CHUNK", counted_chunk)
     if device == "cpu" and tokens > 100:
         tokens //= 4
     ids, _ = random_routes(tokens, min(k, experts), experts, device=device, unused=unused)

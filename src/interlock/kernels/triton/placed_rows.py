@@ -20,6 +20,8 @@ from interlock.kernels.triton.placement import Places, max_aligned_rows
 from interlock.kernels.triton.row_blocks import int32_arrays, part_of_chunk, power_of_two
 
 GROUPS_A_PROGRAM = 8
+COUNTED_CHUNK = 1 << 30
+"""Lanes of a chunk from which ranks come from counts, not comparisons (meant for 1,024, not timed yet)."""
 PROGRAMS = 132 * 32
 """Enough programs to fill the card; more only walk over empty rows."""
 
@@ -59,7 +61,16 @@ def aligned_places(ids: torch.Tensor, experts: int, alignment: int) -> Places:
     )  # fmt: skip
     part = part_of_chunk(chunk)
     placement_kernels.place_of_lane_kernel[(chunks, chunk // part)](
-        ids, histogram, of_lane, count, chunk=chunk, part=part, bins=bins, tile=16, num_warps=4
+        ids,
+        histogram,
+        of_lane,
+        count,
+        chunk=chunk,
+        part=part,
+        bins=bins,
+        tile=16,
+        counts=chunk >= COUNTED_CHUNK,
+        num_warps=4,
     )
     return Places(of_lane.view(ids.shape), counts, psum, live, rows, alignment)
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from interlock.kernels.triton.quantise import to_fp8
-from interlock.kernels.triton.route_lists import count_experts, rank_in_part, spread_starts
+from interlock.kernels.triton.route_lists import count_experts, rank_by_counts, rank_in_part, spread_starts
 
 
 @triton.jit
@@ -60,17 +60,20 @@ def aligned_scan_kernel(
 @triton.jit(do_not_specialize=["lanes"])
 def place_of_lane_kernel(
     ids, histogram, places, lanes,
-    chunk: tl.constexpr, part: tl.constexpr, bins: tl.constexpr, tile: tl.constexpr,
+    chunk: tl.constexpr, part: tl.constexpr, bins: tl.constexpr, tile: tl.constexpr, counts: tl.constexpr,
 ):  # fmt: skip
     """places int32 [lanes]: the chunk's first place of the lane's expert plus the rank within the chunk.
 
-    Program (chunk, part of the chunk).
+    Program (chunk, part of the chunk). counts: ranks by ``rank_by_counts``.
     """
     first = tl.program_id(0) * chunk
     offset = tl.program_id(1) * part
     lane = first + offset + tl.arange(0, part)
     expert = tl.load(ids + lane, mask=lane < lanes, other=-1).to(tl.int32)
-    rank = rank_in_part(ids, expert, first, offset, lanes, part, tile)
+    if counts:
+        rank = rank_by_counts(ids, expert, first, offset, lanes, chunk, part, bins, tile)
+    else:
+        rank = rank_in_part(ids, expert, first, offset, lanes, part, tile)
     live = expert >= 0
     place = tl.load(histogram + tl.program_id(0) * bins + expert, mask=live, other=0) + rank
     tl.store(places + lane, tl.where(live, place, -1), mask=lane < lanes)

@@ -170,6 +170,20 @@ def rank_in_part(ids, expert, first, offset, lanes, part: tl.constexpr, tile: tl
 
 
 @triton.jit
+def rank_by_counts(
+    ids, expert, first, offset, lanes,
+    chunk: tl.constexpr, part: tl.constexpr, bins: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """As ``rank_in_part``: lanes of the chunk before the part are counted, only the part's own compared."""
+    inside = tl.arange(0, chunk)
+    there = (inside < offset) & (first + inside < lanes)
+    earlier = tl.load(ids + first + inside, mask=there, other=-1).to(tl.int32)
+    before = tl.histogram(tl.where(earlier < 0, bins - 1, earlier), bins)
+    own = rank_in_part(ids, expert, first + offset, 0, lanes, part, tile)
+    return tl.gather(before, tl.where(expert < 0, bins - 1, expert), axis=0) + own
+
+
+@triton.jit
 def store_blocks(counts, starts, order, blocks, block_count, max_blocks, block_rows: tl.constexpr):
     """Cut every expert's list into blocks; entries behind the last block get expert -1."""
     size = (counts + block_rows - 1) // block_rows
