@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import json
 import multiprocessing
+import os
 import socket
 import time
 import zlib
@@ -31,7 +32,7 @@ import torch
 from interlock.kv.transfer.base import KVSender, Pieces
 from interlock.kv.transfer.copies import CopyPlanner, Span
 from interlock.kv.transfer.layout import CacheLayout, LayerLayout
-from interlock.kv.transfer.registry import transfer_backends
+from interlock.kv.transfer.registry import library_environment, transfer_backends
 from interlock.plugins import load_symbol
 
 HOST = "127.0.0.1"
@@ -245,6 +246,7 @@ def speed(args: argparse.Namespace) -> None:
     rows = []
     wanted = args.shapes.split(",")
     for name in args.backends.split(","):
+        os.environ.update(library_environment(name, os.environ))
         with decode_side(name, args.device) as pipe:
             for shape in SHAPES:
                 if shape.name in wanted:

@@ -13,6 +13,7 @@ import msgspec
 from interlock.engine.endpoints import Endpoints, Place, RankSpec
 from interlock.engine.stacks import StackFile, dump
 from interlock.engine.supervisor import Exit
+from interlock.kv.transfer.registry import library_environment
 from interlock.parallel.store_address import StoreAddress
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.plan.rehearsal import rank_environment
@@ -100,12 +101,15 @@ class RankProcesses:
 
 
 def _start(spec: RankSpec) -> subprocess.Popen[bytes]:
+    plan = spec.plan
+    environment = rank_environment(plan.ranks_per_gpu, plan.nccl_library, os.environ)
+    environment |= library_environment(plan.disaggregation_transfer_backend, environment)
     process = subprocess.Popen(
         [sys.executable, "-m", "interlock.engine.worker"],
         stdin=subprocess.PIPE,
         start_new_session=True,
         pass_fds=(spec.stacks,),
-        env=rank_environment(spec.plan.ranks_per_gpu, spec.plan.nccl_library, os.environ),
+        env=environment,
     )
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # a process that is gone already tells why by its exit code

@@ -136,6 +136,25 @@ def test_sizes_and_backends_may_differ(
     world.run(check())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [(ONE, ONE), (TWO, ONE), (ONE, TWO), (COLLECTIVE, SHARED)], ids=repr
+)
+def test_many_random_requests(
+    world: World, backend: str, prefill: dict[str, object], decode: dict[str, object]
+) -> None:
+    """Any sampling, several at once: with ``--deterministic`` bits depend on neither sizes nor backends."""
+    need(backend)
+
+    async def check() -> None:
+        chunks = {"chunked_prefill_size": 32}
+        async with world.pair({**chunks, **prefill}, decode, backend=backend, deterministic=True) as each:
+            await compare(each, workload(4, 100), at_once=6)
+
+    world.run(check())
+
+
 @pytest.mark.parametrize("sizes", [(32, 16), (16, 16)])
 def test_page_sizes_may_differ_where_the_window_allows(world: World, sizes: tuple[int, int]) -> None:
     """Case H10 over real engines."""

@@ -21,9 +21,10 @@ from interlock.kv.transfer.base import KVReceiver, KVSender, Pieces, TransferErr
 from interlock.kv.transfer.copies import CopyPlanner, Span
 from interlock.kv.transfer.mooncake import ends as mooncake
 from interlock.kv.transfer.nixl import ends as nixl
-from interlock.kv.transfer.registry import transfer_backends
+from interlock.kv.transfer.registry import library_environment, transfer_backends
 from interlock.kv.transfer.shared_memory.carrier import SharedLanding, SharedSource, SharedTarget
 from interlock.kv.transfer.staged import receiver as receiving
+from interlock.kv.transfer.staged import sender as sending
 from interlock.kv.transfer.staged.channel import Part, Where
 from interlock.kv.transfer.staged.mover import Blocks, CpuMover, gather_indexed, scatter_indexed
 from interlock.kv.transfer.staged.parts import parts
@@ -237,6 +238,25 @@ def test_many_slots_and_any_slot_size_give_the_same_bytes() -> None:
             pieces = some_pieces(5, 60)
             sender.write(number, pieces)
             assert all(torch.equal(a, b) for a, b in zip(theirs, expected(mine, pieces), strict=True))
+
+
+def test_a_small_write_goes_in_parts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that gathering, moving and scattering overlap in it."""
+    seen = _answers(monkeypatch)
+    monkeypatch.setattr(sending, "GRAIN_BYTES", 256)
+    sender, receiver = staged(slot_bytes=1 << 20)
+    with ends(sender, receiver) as (mine, theirs, number):
+        pieces = some_pieces(5, 60)
+        sender.write(number, pieces)
+        assert all(torch.equal(a, b) for a, b in zip(theirs, expected(mine, pieces), strict=True))
+    assert len(seen) >= sending.SLOTS
+
+
+def test_a_library_s_variables_are_set_where_the_user_did_not() -> None:
+    ((name, value),) = transfer_backends().get("mooncake").environment
+    assert library_environment("mooncake", {"A": "1"}) == {name: value}
+    assert library_environment("mooncake", {name: "7"}) == {}
+    assert library_environment("", {}) == {}
 
 
 def test_two_senders_write_to_one_receiver_at_once() -> None:

@@ -39,6 +39,8 @@ class TransferBackend:
         remedy: what to run where one of ``libraries`` is missing.
         sender, receiver: "module:Class" of a ``KVSender`` and a ``KVReceiver``, constructed with the host
             that peers reach this process at and ``timeout``, the seconds after which a silent one is gone.
+        environment: name and value of variables of the library that a rank is started with, where they are
+            not set: it reads them when it is loaded.
         limits: what else to know, for people: which links it was run over, what was never run.
         priority: the highest one that is ready is taken by default.
     """
@@ -53,6 +55,7 @@ class TransferBackend:
     one_of: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
     remedy: str = ""
+    environment: tuple[tuple[str, str], ...] = ()
     limits: str = ""
     priority: int = 0
 

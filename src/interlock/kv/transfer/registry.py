@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from interlock.kv.transfer.base import TransferBackend
@@ -24,3 +25,11 @@ def transfer_backends() -> Catalogue[TransferBackend]:
         built_in=BUILT_IN,
         expected=TransferBackend,
     )
+
+
+def library_environment(name: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What to add to ``inherited`` for a rank that uses the backend ``name``; "" is none."""
+    if not name:
+        return {}
+    declared = transfer_backends().get(name).environment
+    return {variable: value for variable, value in declared if variable not in inherited}

@@ -25,11 +25,16 @@ from interlock.kv.transfer.staged.sender import StagedSender
 TIMEOUT = 30.0
 INFINIBAND = Path("/sys/class/infiniband")
 HANDSHAKE = "P2PHANDSHAKE"
-READ_BYTES = 4 << 20
+READ_BYTES = 8 << 20
+"""Each read has a TCP connection of its own, which stays in the kernel's tables for a minute."""
+
 READS = 2
 """At a time. The engine's own waiting call spins, which takes a core from the threads that move bytes."""
 
-POLL_SECONDS = 2e-4
+FIRST_POLL_SECONDS = 1e-4
+POLL_SECONDS = 1e-3
+"""Seconds between looks, doubled from the first to the last."""
+
 PENDING, DONE = 0, 1
 """Results of ``transfer_check_status``; all others are failures."""
 
@@ -173,6 +178,7 @@ class MooncakeLanding:
         waiting = deque((offset, min(READ_BYTES, memory.nbytes - offset)) for offset in offsets)
         running: list[int] = []
         deadline = time.monotonic() + self._timeout
+        pause = FIRST_POLL_SECONDS
         while waiting or running:
             while waiting and len(running) < READS:
                 offset, size = waiting.popleft()
@@ -189,5 +195,6 @@ class MooncakeLanding:
             if time.monotonic() > deadline:
                 return f"no answer within {self._timeout:g} s"
             if running:
-                time.sleep(POLL_SECONDS)
+                time.sleep(pause)
+                pause = min(2 * pause, POLL_SECONDS)
         return ""

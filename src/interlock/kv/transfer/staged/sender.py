@@ -153,7 +153,9 @@ class StagedSender:
             _Lane(channel, deque(), list(range(number, SLOTS, LANES)))
             for number, channel in enumerate(target.channels)
         ]
-        for number, each in enumerate(parts(pieces, self._slot_bytes, GRAIN_BYTES)):
+        share = -(-pieces.nbytes // SLOTS)
+        limit = min(self._slot_bytes, max(share, GRAIN_BYTES))
+        for number, each in enumerate(parts(pieces, limit, GRAIN_BYTES)):
             lane = lanes[number % LANES]
             if not lane.free:
                 self._settle(lane)
