@@ -17,7 +17,7 @@ import torch
 from interlock.engine.request import Request
 from interlock.engine.slots import SlotTable
 from interlock.engine.step import PageMap, Step
-from interlock.engine.upload import upload
+from interlock.engine.upload import upload_together
 from interlock.moe.terms import Phase
 
 Int32s = npt.NDArray[np.int32]
@@ -223,23 +223,24 @@ def idle_arrays(phase: Phase, *, has_full: bool, has_window: bool) -> StepArrays
 
 def to_step(arrays: StepArrays, device: torch.device | str = "cpu") -> Step:
     """The step as tensors on ``device``."""
-
-    def tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-        return upload(array, device)
-
-    def page_map(table: Int32s | None, slots: Int64s | None) -> PageMap | None:
-        if table is None or slots is None:
-            return None
-        return PageMap(table=tensor(table), slots=tensor(slots))
-
+    plain = (arrays.token_ids, arrays.positions, arrays.query_start, arrays.kv_len, arrays.sample_rows)
+    maps = ((arrays.full_table, arrays.full_slots), (arrays.window_table, arrays.window_slots))
+    held = [array for pair in maps for array in pair if array is not None]
+    tensors = upload_together([*plain, *held], device)
+    token_ids, positions, query_start, kv_len, sample_rows = tensors[: len(plain)]
+    rest = iter(tensors[len(plain) :])
+    full, window = (
+        None if table is None or slots is None else PageMap(table=next(rest), slots=next(rest))
+        for table, slots in maps
+    )
     return Step(
         phase=arrays.phase,
-        token_ids=tensor(arrays.token_ids),
-        positions=tensor(arrays.positions),
-        query_start=tensor(arrays.query_start),
-        kv_len=tensor(arrays.kv_len),
-        full=page_map(arrays.full_table, arrays.full_slots),
-        window=page_map(arrays.window_table, arrays.window_slots),
-        sample_rows=tensor(arrays.sample_rows),
+        token_ids=token_ids,
+        positions=positions,
+        query_start=query_start,
+        kv_len=kv_len,
+        full=full,
+        window=window,
+        sample_rows=sample_rows,
         live_tokens=arrays.live_tokens,
     )
