@@ -10,6 +10,7 @@ from interlock.kernels.torch_reference import TorchKernels
 from interlock.moe.a2a.base import BufferShape, ContiguousRows, MaskedRows
 from interlock.moe.a2a.checked import ROW_DTYPES
 from interlock.moe.a2a.symmetric.exchange import NOTICE_WORDS, Arrived, Exchange
+from interlock.moe.a2a.symmetric.pulled import PulledExchange
 from interlock.moe.a2a.symmetric.shape import RegionShape
 from interlock.moe.a2a.symmetric.views import contiguous_rows, masked_rows
 from interlock.moe.conformance.cases import Case, Setting
@@ -44,6 +45,7 @@ class Simulated:
 
     setting: Setting
     exchanges: list[Exchange]
+    pulled: list[PulledExchange]
     kept: list[torch.Tensor]
 
     @staticmethod
@@ -54,7 +56,8 @@ class Simulated:
         raw = [torch.zeros(shape.region_bytes + 256, dtype=torch.uint8) for _ in experts]
         regions = [each[-each.data_ptr() % 256 :][: shape.region_bytes] for each in raw]
         for region in regions:
-            for name in ("weights", "scales", "rows", "results"):
+            names = ("weights", "scales", "rows", "results", "tokens", "token_scales", "result_slab")
+            for name in (*names, "route_weights"):
                 start = shape.offsets()[name]
                 region[start : start + shape.sizes()[name]] = 0xFF
         addresses = [region.data_ptr() for region in regions]
@@ -63,13 +66,15 @@ class Simulated:
             Exchange(shape, experts, rank, regions[rank], addresses, notices[rank], LOOKS)
             for rank in range(setting.ranks)
         ]
-        return Simulated(setting, exchanges, raw)
+        return Simulated(setting, exchanges, [PulledExchange(each) for each in exchanges], raw)
 
     def dispatch(self, case: Case, phase: Phase) -> list[tuple[MaskedRows | ContiguousRows, Arrived]]:
         """What every rank received."""
         setting = self.setting
         masked = dict(setting.layouts)[phase] is Layout.MASKED
         slab_rows = setting.ranks * dict(setting.capacity)[phase] if masked else 0
+        if masked and self.few(phase):
+            return self._dispatch_few(case, slab_rows)
         for rank, exchange in enumerate(self.exchanges):
             exchange.exchange_counts(case.ids[rank], slab_rows, setting.alignment, waits=False)
         arrived = [
@@ -92,10 +97,51 @@ class Simulated:
             received.append((rows, here))
         return received
 
+    def few(self, phase: Phase) -> bool:
+        return self.exchanges[0].shape.is_few(dict(self.setting.capacity)[phase])
+
+    def _dispatch_few(self, case: Case, slab_rows: int) -> list[tuple[MaskedRows | ContiguousRows, Arrived]]:
+        arrived: list[Arrived] = []
+        for publishes in (True, False):
+            arrived = [
+                each.dispatch(
+                    case.hidden[rank], case.scales[rank], case.ids[rank], case.weights[rank], slab_rows,
+                    publishes=publishes, takes=not publishes,
+                )
+                for rank, each in enumerate(self.pulled)
+            ]  # fmt: skip
+        dtype = ROW_DTYPES[self.setting.row_dtype]
+        return [
+            (
+                masked_rows(
+                    each, here, slab_rows, dtype, pulled.result_slab.view(DTYPES[self.setting.dtype])
+                ),
+                here,
+            )
+            for each, pulled, here in zip(self.exchanges, self.pulled, arrived, strict=True)
+        ]
+
+    def _combine_few(
+        self, case: Case, results: list[torch.Tensor], arrived: list[Arrived]
+    ) -> list[torch.Tensor]:
+        """Sums are rounded here: Triton's interpreter cuts bfloat16 off."""
+        combined: list[torch.Tensor] = []
+        for signals in (True, False):
+            combined = [
+                each.combine(
+                    rows.flatten(0, 1), case.ids[rank], here, rows.shape[1], torch.float32,
+                    signals=signals, takes=not signals,
+                ).to(DTYPES[self.setting.dtype])
+                for rank, (each, rows, here) in enumerate(zip(self.pulled, results, arrived, strict=True))
+            ]  # fmt: skip
+        return combined
+
     def combine(self, case: Case, results: list[torch.Tensor], arrived: list[Arrived]) -> list[torch.Tensor]:
         """Every rank's tokens."""
         dtype = DTYPES[self.setting.dtype]
         width = self.setting.hidden_size
+        if results[0].dim() == 3 and self.few(case.phase):
+            return self._combine_few(case, results, arrived)
         for exchange, rows, here in zip(self.exchanges, results, arrived, strict=True):
             exchange.return_rows(rows.reshape(-1, width), here, waits=False)
         for exchange in self.exchanges:

@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: torch's 
 if not triton.knobs.runtime.interpret:
     pytest.skip("set TRITON_INTERPRET=1 to run the GPU kernels on the CPU", allow_module_level=True)
 
-from interlock.moe.a2a.symmetric import BACKEND, dispatcher, exchange  # noqa: E402
+from interlock.moe.a2a.symmetric import BACKEND, dispatcher, exchange, pulled  # noqa: E402
 from interlock.moe.a2a.symmetric.shape import RegionShape  # noqa: E402
 from interlock.moe.conformance.backend_suite import run_backend_suite  # noqa: E402
 from interlock.moe.conformance.cases import Case, Setting, make_case  # noqa: E402
@@ -37,6 +37,9 @@ def few_programs():
         patch.setattr(exchange, "ROW_WORKERS", 6)
         patch.setattr(exchange, "RETURN_WORKERS", 24)
         patch.setattr(exchange, "LEAST_CHUNK", 16)
+        patch.setattr(pulled, "WAITING_PROGRAMS", 6)
+        patch.setattr(pulled, "COPY_WORKERS", 6)
+        patch.setattr(pulled, "SCAN", 32)
         yield
 
 
@@ -89,8 +92,8 @@ def test_what_is_allocated_is_what_the_plan_says() -> None:
         setting = first_setting(1 + seed % 4, seed)
         simulated = Simulated.of(setting)
         shape = RegionShape.of(shape_of(setting))
-        for each in simulated.exchanges:
-            assert each.private_bytes == shape.private_bytes
+        for each, beside in zip(simulated.exchanges, simulated.pulled, strict=True):
+            assert each.private_bytes + beside.private_bytes == shape.private_bytes
         assert BACKEND.buffer_bytes(shape_of(setting)) == shape.region_bytes + shape.private_bytes
 
 
@@ -98,7 +101,7 @@ def test_what_is_allocated_is_what_the_plan_says() -> None:
 def test_steps_are_counted_beyond_what_the_counter_holds(epoch: int) -> None:
     simulated = Simulated.of(PLAIN)
     for each in simulated.exchanges:
-        each._state[0] = epoch
+        each.state[0] = epoch
         each._own[: each.shape.sizes()["flags"]].view(torch.int32)[:] = epoch
     for number in range(3):
         exchange_and_check(simulated, make_case(PLAIN, number, 3))
@@ -138,7 +141,7 @@ def test_a_rank_that_gave_up_sends_nothing_more() -> None:
 @pytest.mark.parametrize(("stage", "code"), [(1, 2), (2, 3)])
 def test_each_wait_says_what_is_missing(stage: int, code: int) -> None:
     simulated = Simulated.of(PLAIN)
-    simulated.exchanges[1]._state[0] = 5
+    simulated.exchanges[1].state[0] = 5
     simulated.exchanges[1].await_stage(stage)
     assert simulated.exchanges[1].notice.tolist()[:4] == [code, 0, 5, LOOKS]
 
@@ -188,6 +191,7 @@ def test_the_dispatcher_of_one_rank_conforms(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dispatcher, "_indexed", lambda device: device)
     on_cpu = replace(BACKEND, devices=frozenset({"cpu"}), packages=())
     monkeypatch.setattr(dispatcher, "BACKEND", on_cpu)
+    monkeypatch.setattr(pulled, "WAITING_PROGRAMS", 1)  # one after the other, none could wait for a later one
     found = run_backend_suite(on_cpu, Groups.single(), device="cpu", cases=16, seed=2)
     assert found.failures == []
     assert found.cases == 16

@@ -299,12 +299,16 @@ class MaskedRows:
 
     counts int32 [L], weights float32 [L, M], scales float32 [L, M, h / 128] for fp8 rows. Rows at and beyond
     the count may hold anything and are never read. The runner returns [L, M, h].
+
+    ``results`` [L, M, h] of the results' dtype, or None: where ``combine`` would have them without a copy. A
+    runner may write there and return it.
     """
 
     rows: torch.Tensor
     counts: torch.Tensor
     weights: torch.Tensor | None
     scales: torch.Tensor | None = None
+    results: torch.Tensor | None = None
 
     @property
     def layout(self) -> Layout:

@@ -1,7 +1,10 @@
-"""Dispatch and combine by one-sided writes: three launches out and two home, no collective.
+"""Dispatch and combine by one-sided copies, no collective: one launch each way for few tokens in slabs.
 
-Out: counts go to every rank; from everybody's counts each rank knows where its lanes' rows belong, and writes
-them there. Home: the results of a lane are written to its token's rank, which sums them in lane order.
+Few tokens (decode): ranks publish their rows and routes, and each takes what its experts need; results stay
+where they are until the tokens' ranks read and sum them. See ``pulled``.
+
+Else: counts go to every rank; from everybody's counts each rank knows where its lanes' rows belong, and
+writes them there. The results of a lane are written to its token's rank, which sums them in lane order.
 
 Rows handed to the runner are views of buffers that the next dispatch overwrites. In the contiguous layout the
 host waits for the number of rows; the masked layout is never waited for, so it can be captured.
@@ -21,6 +24,7 @@ from interlock.moe.a2a.symmetric import BACKEND
 from interlock.moe.a2a.symmetric.exchange import NOTICE_WORDS, Arrived, Exchange
 from interlock.moe.a2a.symmetric.memory import share_region
 from interlock.moe.a2a.symmetric.notice import problem
+from interlock.moe.a2a.symmetric.pulled import PulledExchange
 from interlock.moe.a2a.symmetric.shape import RegionShape
 from interlock.moe.a2a.symmetric.views import contiguous_rows, masked_rows
 from interlock.moe.terms import Layout, Phase
@@ -31,10 +35,11 @@ TOTAL = 4
 
 @dataclass(frozen=True, slots=True)
 class _WayBack:
-    """ids [n, k] of this rank's tokens, and where the rows of others lie here."""
+    """ids [n, k] of this rank's tokens, and where the rows of others lie here; M of slabs of few tokens."""
 
     ids: torch.Tensor
     arrived: Arrived
+    few_slab_rows: int = 0
 
 
 class Symmetric(CheckedDispatcher):
@@ -55,7 +60,12 @@ class Symmetric(CheckedDispatcher):
             self._notice,
             int(spec.timeout * 1e9),
         )
-        self.buffer_bytes = self._region.own.nbytes + self._exchange.private_bytes
+        self._pulled = PulledExchange(self._exchange, spec.ranks_per_gpu)
+        private = self._exchange.private_bytes + self._pulled.private_bytes
+        self.buffer_bytes = self._region.own.nbytes + private
+        self._slab_results = self._pulled.result_slab.view(spec.dtype)
+        self._open = False
+        """A dispatch was begun that was not combined."""
         self._results = self._exchange.results.view(spec.dtype).view(-1, spec.top_k, spec.hidden_size)
         self._row_dtype = ROW_DTYPES[spec.row_dtype]
         self._counted = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -90,6 +100,15 @@ class Symmetric(CheckedDispatcher):
             )
         ids, weights = ids.contiguous(), weights.contiguous()
         slab_rows = len(spec.experts) * spec.capacity[phase] if masked else 0
+        if self._open and self._exchange.shape.few_tokens:
+            self._pulled.settle()
+        self._open = True
+        if masked and self._exchange.shape.is_few(spec.capacity[phase]):
+            x, scales = _copyable(hidden), _dense(scales)
+            arrived = self._pulled.dispatch(x, scales, ids, weights, slab_rows)
+            results = self._slab_results
+            rows = masked_rows(self._exchange, arrived, slab_rows, self._row_dtype, results)
+            return rows, _WayBack(ids, arrived, slab_rows)
         arrived = self._exchange.exchange_counts(ids, slab_rows, spec.alignment)
         if not masked:
             self._counted.record()
@@ -99,14 +118,17 @@ class Symmetric(CheckedDispatcher):
         self._counted.synchronize()
         self.check()
         total = _rehearsed(ids.numel(), spec.alignment) if rehearsing() else int(self._read[TOTAL])
-        rows = contiguous_rows(self._exchange, arrived, total, spec.alignment, self._row_dtype)
-        return rows, _WayBack(ids, arrived)
+        segments = contiguous_rows(self._exchange, arrived, total, spec.alignment, self._row_dtype)
+        return segments, _WayBack(ids, arrived)
 
     def _combine(self, rows: torch.Tensor, num_tokens: int, state: Any) -> torch.Tensor:
         way: _WayBack = state
         spec = self.spec
         self.check()
         flat = rows.reshape(-1, spec.hidden_size).contiguous()
+        self._open = False
+        if way.few_slab_rows:
+            return self._pulled.combine(flat, way.ids, way.arrived, way.few_slab_rows)
         self._exchange.return_rows(flat, way.arrived)
         return spec.kernels.sum_lanes(self._results[:num_tokens], way.ids, spec.dtype)
 
@@ -116,7 +138,7 @@ class Symmetric(CheckedDispatcher):
             return
         super().close()
         torch.cuda.synchronize(self.spec.device)
-        del self._exchange, self._region, self._results
+        del self._pulled, self._exchange, self._region, self._results, self._slab_results
 
 
 def _indexed(device: torch.device) -> torch.device:

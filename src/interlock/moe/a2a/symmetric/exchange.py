@@ -62,6 +62,8 @@ class Exchange:
     Attributes:
         rows: int32 [S, words of a row]; scales float32 [S, groups] or None; weights float32 [S];
             origins int32 [S]; results int32 [T * k, words of a result].
+        peers: int64 [sections, R], addresses; owners int32 [E], the rank of each expert; state: counters.
+        held: experts of this rank; width: a power of two of ranks; clocked: the device has a clock.
     """
 
     def __init__(
@@ -76,42 +78,43 @@ class Exchange:
     ) -> None:
         self.shape, self.rank, self.limit, self.notice = shape, rank, limit, notice
         device = own.device
-        self._device, self._clocked = device, device.type == "cuda"
+        self.device, self.clocked = device, device.type == "cuda"
         self._own = own
-        self.rows = self._section("rows", torch.int32).view(shape.slab_rows, -1)
-        self.weights = self._section("weights", torch.float32)
-        self.origins = self._section("origins", torch.int32)
-        self.results = self._section("results", torch.int32).view(shape.lanes, -1)
+        self.rows = self.section("rows", torch.int32).view(shape.slab_rows, -1)
+        self.weights = self.section("weights", torch.float32)
+        self.origins = self.section("origins", torch.int32)
+        self.results = self.section("results", torch.int32).view(shape.lanes, -1)
         self.scales: torch.Tensor | None = None
         if shape.scale_bytes:
-            self.scales = self._section("scales", torch.float32).view(shape.slab_rows, -1)
+            self.scales = self.section("scales", torch.float32).view(shape.slab_rows, -1)
         offsets = shape.offsets()
         table = [[base + offsets[name] for base in addresses] for name in SECTIONS]
-        self._peers = torch.tensor(table, dtype=torch.int64, device=device)
+        self.peers = torch.tensor(table, dtype=torch.int64, device=device)
         beside = [held.start for held in experts for _ in held]
         self._first_beside = torch.tensor(beside, dtype=torch.int32, device=device)
         owners = [rank for rank, held in enumerate(experts) for _ in held]
-        self._owners = torch.tensor(owners, dtype=torch.int32, device=device)
-        self._held = experts[rank]
-        self._state = torch.zeros(STATE_BYTES // 4, dtype=torch.int32, device=device)
+        self.owners = torch.tensor(owners, dtype=torch.int32, device=device)
+        self.held = experts[rank]
+        self.state = torch.zeros(STATE_BYTES // 4, dtype=torch.int32, device=device)
         self._histogram = torch.empty(shape.chunks, shape.bins, dtype=torch.int32, device=device)
         self._targets = torch.empty(shape.lanes, dtype=torch.int64, device=device)
-        self._width = power_of_two(shape.ranks)
+        self.width = power_of_two(shape.ranks)
 
     @property
     def private_bytes(self) -> int:
         """Bytes that were allocated here, beside the region."""
         tensors = (
-            self._peers,
+            self.peers,
             self._first_beside,
-            self._owners,
-            self._state,
+            self.owners,
+            self.state,
             self._histogram,
             self._targets,
         )
         return sum(tensor.nbytes for tensor in tensors)
 
-    def _section(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def section(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A section of this rank's region."""
         start = self.shape.offsets()[name]
         return self._own[start : start + self.shape.sizes()[name]].view(dtype)
 
@@ -132,19 +135,19 @@ class Exchange:
         common = {"chunk": chunk, "bins": shape.bins}
         if sends and not few:
             exchange_kernels.count_kernel[(chunks,)](
-                ids, self._histogram, self._state, self.notice, lanes, shape.num_experts, **common
+                ids, self._histogram, self.state, self.notice, lanes, shape.num_experts, **common
             )
-        counts, psum = torch.empty(2, len(self._held), dtype=torch.int32, device=self._device)
+        counts, psum = torch.empty(2, len(self.held), dtype=torch.int32, device=self.device)
         exchange_kernels.exchange_kernel[(1,)](
-            ids, self._histogram, self._targets, counts, psum, self._peers, self._first_beside, self._owners,
-            self._state, self.notice, self.rank, shape.ranks, self._held.start, len(self._held),
+            ids, self._histogram, self._targets, counts, psum, self.peers, self._first_beside, self.owners,
+            self.state, self.notice, self.rank, shape.ranks, self.held.start, len(self.held),
             shape.num_experts, lanes, chunks, shape.slab_rows, slab_rows, alignment, self.limit,
-            few=few, sends=sends, waits=waits, clocked=self._clocked,
-            tile=max(1, 4096 // shape.bins), width=self._width, num_warps=8, **common,
+            few=few, sends=sends, waits=waits, clocked=self.clocked,
+            tile=max(1, 4096 // shape.bins), width=self.width, num_warps=8, **common,
         )  # fmt: skip
         if waits and not few:
             exchange_kernels.target_kernel[(chunks,)](
-                ids, self._histogram, self._owners, self._targets, self._state, self.notice,
+                ids, self._histogram, self.owners, self._targets, self.state, self.notice,
                 lanes, shape.num_experts, shape.slab_rows, tile=16, num_warps=8, **common,
             )  # fmt: skip
         return Arrived(counts, psum, many=slab_rows == 0)
@@ -164,12 +167,12 @@ class Exchange:
         block = ROW_BLOCK if parts > 1 else max(128, power_of_two(quads * 4))
         groups = 0 if scales is None else scales.shape[1]
         row_kernels.send_rows_kernel[(max(1, min(tokens, ROW_WORKERS // parts)), parts)](
-            words, self.weights if scales is None else scales, weights, self._targets, self._peers,
-            self._state, self.notice, self.rank, shape.ranks, tokens, shape.lanes, words.stride(0) // 4,
+            words, self.weights if scales is None else scales, weights, self._targets, self.peers,
+            self.state, self.notice, self.rank, shape.ranks, tokens, shape.lanes, words.stride(0) // 4,
             quads, 0 if scales is None else scales.stride(0), groups, self.limit,
             lanes=shape.top_k, slots=power_of_two(shape.top_k), block=block,
             group_block=power_of_two(groups) if groups else 0,
-            width=self._width, waits=waits, clocked=self._clocked, num_warps=4,
+            width=self.width, waits=waits, clocked=self.clocked, num_warps=4,
         )  # fmt: skip
 
     def return_rows(self, results: torch.Tensor, arrived: Arrived, *, waits: bool = True) -> None:
@@ -179,17 +182,17 @@ class Exchange:
         quads = shape.result_bytes // 16
         parts = -(-quads * 4 // ROW_BLOCK)
         block = ROW_BLOCK if parts > 1 else max(128, power_of_two(quads * 4))
-        workers = max(1, min(results.shape[0], RETURN_WORKERS // (len(self._held) * parts)))
-        row_kernels.return_rows_kernel[(len(self._held), workers, parts)](
-            words, arrived.counts, arrived.psum, self._peers, self._state, self.notice,
+        workers = max(1, min(results.shape[0], RETURN_WORKERS // (len(self.held) * parts)))
+        row_kernels.return_rows_kernel[(len(self.held), workers, parts)](
+            words, arrived.counts, arrived.psum, self.peers, self.state, self.notice,
             self.rank, shape.ranks, shape.lanes, results.shape[0], quads, self.limit,
             tile=RETURN_TILE if arrived.many else 1,
-            block=block, width=self._width, waits=waits, clocked=self._clocked, num_warps=4,
+            block=block, width=self.width, waits=waits, clocked=self.clocked, num_warps=4,
         )  # fmt: skip
 
     def await_stage(self, stage: int) -> None:
         """Only wait for all ranks' rows (1) or results (2), where sending did not wait."""
         flags.wait_kernel[(1,)](
-            self._peers, self._state, self.notice, self.rank, self.shape.ranks, self.limit,
-            stage=stage, width=self._width, clocked=self._clocked, num_warps=1,
+            self.peers, self.state, self.notice, self.rank, self.shape.ranks, self.limit,
+            stage=stage, width=self.width, clocked=self.clocked, num_warps=1,
         )  # fmt: skip

@@ -1,11 +1,11 @@
 """How ranks wait for each other on the device: flags in each other's memory, and an error instead of a hang.
 
 A flag holds the number of the last step (*epoch*) in which its owner reached the stage. Epochs are counted in
-device memory, so a captured graph goes on counting. Only one program of a launch ever waits: the ranks of one
-GPU must not fill it with waiting programs, or the one that they wait for would find no room.
+device memory, so a captured graph goes on counting. One program of a launch waits, or a bounded number: the
+ranks of one GPU must not fill it with waiting programs, or the one that they wait for would find no room.
 
-State int32: epoch, tickets of rows, tickets of results, failed. Notice int64 (host memory that the device
-writes): code, rank (or token), epoch, nanoseconds waited (or expert), rows received.
+State int32: epoch, tickets of rows, tickets of results, failed, tickets of a dispatch. Notice int64 (host
+memory that the device writes): code, rank (or token), epoch, nanoseconds waited (or expert), rows received.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -19,6 +19,7 @@ from triton.language.extra.cuda import globaltimer
 FLAGS = tl.constexpr(0)
 FLAG_WORDS = tl.constexpr(32)
 COUNTS_STAGE, ROWS_STAGE, RESULTS_STAGE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+RELEASED_STAGE = tl.constexpr(3)
 EPOCH, FAILED = tl.constexpr(0), tl.constexpr(3)
 CODE, RANK, STEP, WAITED, TOTAL = (
     tl.constexpr(0),
@@ -29,6 +30,8 @@ CODE, RANK, STEP, WAITED, TOTAL = (
 )
 BAD_ID, OVERFLOW = tl.constexpr(4), tl.constexpr(5)
 """Codes of a notice; 1 + stage is the code of a peer that came too late."""
+LATE_RELEASE = tl.constexpr(7)
+"""Code of a peer that did not give up on a dispatch that this rank gave up on."""
 
 
 @triton.jit
@@ -39,12 +42,12 @@ def address_of(peers, section: tl.constexpr, ranks, rank):
 
 @triton.jit
 def fail(state, notice, code, rank, detail):
-    """Say what went wrong, for the host; from now on this rank neither sends nor waits."""
-    tl.store(notice + RANK, rank.to(tl.int64))
-    tl.store(notice + STEP, tl.load(state + EPOCH).to(tl.int64))
-    tl.store(notice + WAITED, detail.to(tl.int64))
-    tl.store(notice + CODE, code)
-    tl.store(state + FAILED, 1)
+    """Say what went wrong first, for the host; from now on this rank neither sends nor waits."""
+    if tl.atomic_cas(state + FAILED, 0, 1) == 0:
+        tl.store(notice + RANK, rank.to(tl.int64))
+        tl.store(notice + STEP, tl.load(state + EPOCH).to(tl.int64))
+        tl.store(notice + WAITED, detail.to(tl.int64))
+        tl.store(notice + CODE, code)
 
 
 @triton.jit
@@ -91,6 +94,61 @@ def wait(
             pending = pending * 0
     tl.debug_barrier()
     return failed
+
+
+@triton.jit
+def _look(where, clocked: tl.constexpr):
+    """Flags, and with them all that their owners wrote before."""
+    if clocked:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [where], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:  # noqa: RET505
+        return tl.load(where, volatile=True)
+
+
+@triton.jit
+def wait_for(
+    where, peer, mine, code: tl.constexpr, epoch, state, notice, limit, failed,
+    width: tl.constexpr, clocked: tl.constexpr,
+):  # fmt: skip
+    """``wait`` for the flags ``where`` of ``peer``, by loads alone, where all programs of a launch wait."""
+    waited = tl.zeros([], tl.int64)
+    begun = waited
+    if clocked:
+        begun = globaltimer()
+    pending = 1 - failed
+    while pending > 0:
+        late = mine & ((_look(where, clocked) - epoch) < 0)
+        pending = tl.max(late.to(tl.int32), axis=0)
+        if pending > 0:
+            if clocked:
+                waited = globaltimer() - begun
+            else:
+                waited += 1
+            if waited >= limit:
+                fail(state, notice, code, tl.min(tl.where(late, peer, width), axis=0), waited)
+                failed = failed * 0 + 1
+                pending = pending * 0
+    tl.debug_barrier()
+    return failed
+
+
+@triton.jit
+def settle(
+    peers, rank, ranks, state, notice, limit,
+    width: tl.constexpr, signals: tl.constexpr, waits: tl.constexpr, clocked: tl.constexpr,
+):  # fmt: skip
+    """Tell every rank that a dispatch was given up, and wait until all have."""
+    epoch, failed = tl.load(state + EPOCH), tl.load(state + FAILED)
+    if signals:
+        signal(peers, rank, ranks, RELEASED_STAGE, epoch, failed, width)
+    if waits:
+        peer = tl.arange(0, width)
+        mine = peer < ranks
+        base = address_of(peers, FLAGS, ranks, rank).to(tl.pointer_type(tl.int32))
+        where = base + (RELEASED_STAGE * ranks + tl.where(mine, peer, 0)) * FLAG_WORDS
+        wait_for(where, peer, mine, LATE_RELEASE, epoch, state, notice, limit, failed, width, clocked)
 
 
 @triton.jit

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from interlock.errors import EngineDeadError, InterlockError
 from interlock.moe.a2a.base import ContractError, DispatcherSpec
 
-COUNTS, ROWS, RESULTS, BAD_ID, OVERFLOW = range(1, 6)
+COUNTS, ROWS, RESULTS, BAD_ID, OVERFLOW, ROUTES, RELEASE = range(1, 8)
 _AWAITED = {
     COUNTS: "begin the dispatch (its counts of lanes did not come)",
     ROWS: "finish the dispatch (its rows did not come)",
     RESULTS: "reach the combine (its results did not come)",
+    ROUTES: "begin the dispatch (its routes and rows did not come)",
+    RELEASE: "give up on the dispatch that this rank gave up on",
 }
 
 

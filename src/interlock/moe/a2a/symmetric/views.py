@@ -8,8 +8,17 @@ from interlock.moe.a2a.base import ContiguousRows, MaskedRows
 from interlock.moe.a2a.symmetric.exchange import Arrived, Exchange
 
 
-def masked_rows(exchange: Exchange, arrived: Arrived, slab_rows: int, dtype: torch.dtype) -> MaskedRows:
-    """Every local expert's first ``slab_rows`` rows, of which ``arrived.counts`` are filled."""
+def masked_rows(
+    exchange: Exchange,
+    arrived: Arrived,
+    slab_rows: int,
+    dtype: torch.dtype,
+    results: torch.Tensor | None = None,
+) -> MaskedRows:
+    """Every local expert's first ``slab_rows`` rows, of which ``arrived.counts`` are filled.
+
+    ``results`` [at least L * M, h]: where they may be left.
+    """
     local = arrived.counts.shape[0]
     total = local * slab_rows
     scales = exchange.scales
@@ -18,6 +27,7 @@ def masked_rows(exchange: Exchange, arrived: Arrived, slab_rows: int, dtype: tor
         counts=arrived.counts,
         weights=exchange.weights[:total].view(local, slab_rows),
         scales=None if scales is None else scales[:total].view(local, slab_rows, -1),
+        results=None if results is None else results[:total].view(local, slab_rows, -1),
     )
 
 
