@@ -60,6 +60,20 @@ async def consume(engine: Engine) -> int:
     return count
 
 
+def test_an_engine_whose_ranks_have_just_gone_is_closed(tiny: Path) -> None:
+    """Before anybody has seen that they are gone, and though none takes a message any more."""
+
+    async def check() -> None:
+        engine = await Engine.start(make(tiny))
+        (pid,) = engine.process_ids().values()
+        os.kill(pid, signal.SIGKILL)
+        psutil.Process(pid).wait(5)
+        time.sleep(0.2)  # the loop stands still: no verdict yet
+        await engine.close()
+
+    asyncio.run(check())
+
+
 async def fail_while_serving(plan: LaunchPlan, victim: int, action: signal.Signals, delay: float) -> str:
     """Start, load the engine, hit one rank; returns what every client and ``health`` were told."""
     engine = await Engine.start(plan)

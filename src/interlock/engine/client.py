@@ -224,7 +224,7 @@ class Engine:
         await self._tell_news()
         if self._failure is None and self._all_ready.is_set():
             for replica in range(len(self._inputs)):
-                with suppress(zmq.ZMQError):
+                with suppress(zmq.ZMQError, TimeoutError):
                     await asyncio.wait_for(self._send(replica, Shutdown()), timeout=1)
             await asyncio.to_thread(self._ranks.wait, 3.0)
         await asyncio.to_thread(self._ranks.close)
