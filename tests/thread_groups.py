@@ -46,9 +46,6 @@ class ThreadGroup:
         assert len({part.shape for part in parts}) == 1, "all_gather needs equal shapes"
         return torch.cat(parts, dim)
 
-    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.all_reduce(tensor).chunk(self.size)[self.rank]
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         return self._exchange(tensor)[source]
 

@@ -10,18 +10,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlock.checkpoint.fp8_names import scale_rows
-from interlock.checkpoint.qkv import qkv_rows
+from interlock.checkpoint.qkv import part_rows
 from interlock.checkpoint.reader import Checkpoint
 from interlock.demo.tiny import TinySpec, tiny_weights
 from interlock.errors import CheckpointError
 from interlock.models.card_reader import read_model_card
 from interlock.models.mimo_v2.weights import tensor_specs
-from interlock.nn.sharding import shard_heads
+from interlock.nn.sharding import HeadShard, shard_heads
 from interlock.plan.card import AttentionCard
 from tests.tiny import tiny_folder, v25
 
 # a chunk of 4 * 192 + 192 + 64 = 1024 rows is a whole number of blocks in every layer kind
 AMBIGUOUS = v25(v_head_dim=64, swa_num_kv_heads=4)
+
+
+def qkv_rows(attention: AttentionCard, chunks: int, heads: HeadShard) -> list[range]:
+    """Stored rows of a rank's heads: q, then k, then v."""
+    parts = {"q": heads.q, "k": heads.kv, "v": heads.kv}
+    return [
+        run
+        for part, held in parts.items()
+        for run in part_rows(attention, chunks=chunks, part=part, heads=held)
+    ]
 
 
 def layout(spec: TinySpec, requested: str = "auto") -> str:
@@ -112,7 +122,7 @@ def test_shards_of_both_layouts_hold_the_same_heads(pair: tuple[AttentionCard, i
             ]
         )
         for count, stored in ((1, torch.cat([q, k, v])), (chunks, chunked)):
-            runs = qkv_rows(attention, chunks=count, q_heads=heads.q, kv_heads=heads.kv)
+            runs = qkv_rows(attention, count, heads)
             assert torch.equal(torch.cat([stored[run.start : run.stop] for run in runs]), expected)
 
 
@@ -121,7 +131,8 @@ def test_a_rank_with_one_chunk_reads_it_in_one_piece() -> None:
         num_heads=64, num_kv_heads=4, head_dim=192, v_head_dim=128, rope_theta=1e7, rotary_dim=64
     )
     heads = shard_heads(attention, 4, 2)
-    assert qkv_rows(attention, chunks=4, q_heads=heads.q, kv_heads=heads.kv) == [range(2 * 3392, 3 * 3392)]
+    q, k, v = qkv_rows(attention, 4, heads)
+    assert (q.start, k.start, v.start, v.stop) == (2 * 3392, q.stop, k.stop, 3 * 3392)
 
 
 @pytest.mark.parametrize("spec", [v25(), v25(qkv="plain"), v25(fp8=False)], ids=["fp8", "plain", "bf16"])
@@ -135,7 +146,7 @@ def test_fused_rows_equal_split_rows(spec: TinySpec) -> None:
             chunks = spec.num_kv_heads if report.qkv_layout == "chunked" else 1
             heads = shard_heads(attention, 1, 0)
             prefix = f"model.layers.{layer}.self_attn."
-            rows = qkv_rows(attention, chunks=chunks, q_heads=heads.q, kv_heads=heads.kv)
+            rows = qkv_rows(attention, chunks, heads)
             fused = checkpoint.read(prefix + "qkv_proj.weight", rows=rows)
             assert torch.equal(fused, torch.cat([truth[f"{prefix}{n}_proj.weight"] for n in "qkv"]))
 

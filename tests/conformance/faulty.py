@@ -31,6 +31,14 @@ class ForgetsWeights(Collective):
         return replace(rows, weights=torch.ones_like(rows.weights)), state
 
 
+class DropsWeights(Collective):
+    """Delivers rows without weights, though its declaration leaves them to the runner."""
+
+    def _dispatch(self, *arguments: Any) -> tuple[ExpertInput, Any]:
+        rows, state = super()._dispatch(*arguments)
+        return replace(rows, weights=None), state
+
+
 class PaddedCounts(Collective):
     """B26: reports counts rounded up to 4."""
 
@@ -108,6 +116,6 @@ FAULTS = (
 def findings_of(groups: Groups, fault: str) -> RankFindings:
     """Run the suite with a faulty dispatcher in place of the declared one."""
     assert a2a_backends().get("collective") is BACKEND
-    kind = next(candidate for candidate in FAULTS if candidate.__name__ == fault)
+    kind = next(candidate for candidate in (*FAULTS, DropsWeights) if candidate.__name__ == fault)
     backend = replace(BACKEND, dispatcher=f"{kind.__module__}:{fault}")
     return run_backend_suite(backend, groups, device="cpu", cases=36, seed=3)

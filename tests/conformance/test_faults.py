@@ -10,7 +10,7 @@ import pytest
 from interlock.errors import InterlockError
 from interlock.moe.conformance.processes import run_ranks
 from interlock.parallel.topology import Groups
-from tests.conformance.faulty import FAULTS, findings_of
+from tests.conformance.faulty import FAULTS, DropsWeights, findings_of
 
 EXPECTED = {
     "ForgetsWeights": "is not token",
@@ -35,6 +35,11 @@ def test_every_fault_is_found() -> None:
     for fault, failures in found.items():
         assert failures, f"{fault} passed"
         assert any(re.search(EXPECTED[fault], failure) for failure in failures), failures
+
+
+def test_a_declaration_that_leaves_weights_to_nobody_ends_the_suite() -> None:
+    with pytest.raises(InterlockError, match="runners apply weights and dispatched rows without weights"):
+        run_ranks(findings_of, 1, DropsWeights.__name__)
 
 
 def dies(groups: Groups) -> None:

@@ -22,7 +22,6 @@ def machine(**changes: Any) -> MachineFacts:
         "memory_total": 256 * GIB,
         "memory_available": 240 * GIB,
         "packages": {"torch": "2.13.0+cpu"},
-        "cxx_compiler": "/usr/bin/g++",
     }
     return MachineFacts(**(fields | changes))
 

@@ -21,7 +21,7 @@ from interlock.plan.nvml import _select
 from interlock.plan.resolve import resolve
 from tests.plan.machines import gpu_machine, machine, tiny_card
 
-NO_COMPILER = machine(cxx_compiler=None, native_kernels_problem="no C++ compiler is on PATH")
+NO_COMPILER = machine(native_kernels_problem="no C++ compiler is on PATH")
 
 
 def plan_for(facts: MachineFacts | None = None, **asked: object) -> LaunchPlan:

@@ -52,7 +52,7 @@ REQUESTS = st.fixed_dictionaries({}, optional=VALUES)
 MACHINES = {
     "cpu": machine(),
     "small": machine(cores=1, memory_available=2 * GIB),
-    "no compiler": machine(cxx_compiler=None, native_kernels_problem="no C++ compiler is on PATH"),
+    "no compiler": machine(native_kernels_problem="no C++ compiler is on PATH"),
     "gpus": gpu_machine(),
     "one gpu": gpu_machine(gpus=1),
 }

@@ -110,7 +110,7 @@ def test_strftime_now() -> None:
 
 def test_no_template_says_so(write_folder: WriteFolder) -> None:
     tokenizer = load_tokenizer(write_folder())
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template_text == ""
     with pytest.raises(RequestError, match="no chat template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
 

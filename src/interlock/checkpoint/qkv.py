@@ -65,18 +65,6 @@ def detect_layout(
     return requested
 
 
-def qkv_rows(attention: AttentionCard, *, chunks: int, q_heads: range, kv_heads: range) -> list[range]:
-    """Stored rows of the given heads of a fused tensor: q heads first, then k heads, then v heads.
-
-    ``chunks`` is 1 for the plain layout. Neighbouring rows are joined, so that a file is read in few pieces.
-    """
-    runs: list[range] = []
-    for part, heads in (("q", q_heads), ("k", kv_heads), ("v", kv_heads)):
-        for run in part_rows(attention, chunks=chunks, part=part, heads=heads):
-            _append(runs, run)
-    return runs
-
-
 def part_rows(attention: AttentionCard, *, chunks: int, part: str, heads: range) -> list[range]:
     """Stored rows of ``heads`` of "q", "k" or "v", in order; neighbouring rows are joined.
 

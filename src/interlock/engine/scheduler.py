@@ -218,11 +218,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests) or self._in_flight is not None
 
-    @property
-    def last_phase(self) -> Phase | None:
-        """Phase of the last step, idle steps included."""
-        return self._last_phase
-
     def stats(self) -> SchedulerStats:
         """Counters; see ``Counters.stats``."""
         return self._count.stats(

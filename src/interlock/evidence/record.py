@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -16,8 +16,6 @@ from interlock.evidence.schema import Arm, DeviceFacts, Evidence, ModelFacts, ar
 from interlock.plan.facts import MachineFacts
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.plan.rehearsal import REHEARSAL, sharing_notice
-
-PATH_ITEMS: Final = ("model_path", "model")
 
 
 def now() -> str:

@@ -23,9 +23,6 @@ class Group(Protocol):
     def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Concatenate equal-shaped tensors of all ranks along ``dim`` in rank order."""
 
-    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the group; rank i keeps the i-th of ``size`` equal parts of dimension 0."""
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """The tensor of group rank ``source``."""
 
@@ -42,9 +39,6 @@ class SingleGroup:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        return tensor
-
-    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:

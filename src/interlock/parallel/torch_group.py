@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TorchGroup:
@@ -33,14 +32,6 @@ class TorchGroup:
         if dim == 0:
             return flat
         return torch.cat(flat.chunk(self.size), dim=dim)
-
-    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.process_group.name() == "gloo" or tensor.device.type == "cpu":
-            reduced = self.all_reduce(tensor.clone())
-            return reduced.chunk(self.size)[self.rank].contiguous()
-        part = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
-        _reduce_scatter(part, tensor.contiguous(), group=self.process_group)
-        return part
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         dist.broadcast(tensor, src=self.global_ranks[source], group=self.process_group)

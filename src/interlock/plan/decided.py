@@ -10,7 +10,6 @@ from interlock.options import OPTIONS, Options
 from interlock.plan.launch_plan import Provenance, Source
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 
 @dataclass(frozen=True, slots=True)

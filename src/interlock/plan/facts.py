@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import shutil
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,8 +18,6 @@ from interlock.plan.nccl import NcclLibrary, nccl_libraries
 
 CORE_PACKAGES: Final = ("torch", "numpy", "safetensors", "tokenizers", "pyzmq", "msgspec", "triton")
 TRACING_PACKAGES: Final = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
-COMPILERS: Final = ("c++", "g++", "clang++")
-SHM: Final = Path("/dev/shm")
 RDMA: Final = Path("/sys/class/infiniband")
 
 
@@ -41,7 +38,6 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
         cores: CPU cores this process may use (affinity and cgroup quota).
         memory_available: bytes of host memory that can be allocated now (cgroup limit included).
         packages: version by distribution name, for those that were asked for and are installed.
-        cxx_compiler: path of a C++ compiler, or None.
         libraries: what loading each system library that was asked for gave, "" where it can be loaded.
         native_kernels_problem: why the native CPU kernels cannot be used, or None.
         nccl: NCCL libraries, those that a process would rather load first.
@@ -57,7 +53,6 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     memory_available: int
     devices: tuple[Device, ...] = ()
     packages: Mapping[str, str] = {}
-    cxx_compiler: str | None = None
     native_kernels_problem: str | None = None
     libraries: Mapping[str, str] = {}
     nccl: tuple[NcclLibrary, ...] = ()
@@ -93,7 +88,6 @@ def probe(
         memory_available=available,
         devices=nvidia_devices(visible_devices),
         packages=installed({*CORE_PACKAGES, *TRACING_PACKAGES, *packages}),
-        cxx_compiler=next(filter(None, map(shutil.which, COMPILERS)), None),
         native_kernels_problem=native_cpu_unavailable(),
         libraries={name: _loading(name) for name in sorted(libraries)},
         nccl=nccl_libraries(),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from interlock.errors import Refusal
+from interlock.moe.a2a.base import A2ABackend
 from interlock.options import Options
 from interlock.plan import decided as from_
 from interlock.plan.a2a_buffers import Exchange, buffer_bytes
@@ -111,9 +112,7 @@ def _resolve(
         **moe.items(),
         **limits.items(),
         "moe_overlap": overlap,
-        "moe_buffer_bytes": rule(
-            buffers, f"declared by --moe-a2a-backend {moe.backend.name} for T of {exchange.sources} ranks"
-        ),
+        "moe_buffer_bytes": rule(buffers, _buffers_reason(moe.backend, exchange.sources)),
         "deterministic": from_.switch(options, "deterministic"),
         **stepping.items(),
         **pools.items(),
@@ -125,6 +124,11 @@ def _resolve(
         "memory": rule(estimate(spaces, pools, fixed, available), "sum of the parts, on the largest rank"),
     }
     return _assemble(items)
+
+
+def _buffers_reason(backend: A2ABackend, sources: int) -> str:
+    when = "held from the start" if backend.fixed_capacity else "at most, while a step runs"
+    return f"declared by --moe-a2a-backend {backend.name} for T of {sources} ranks, {when}"
 
 
 def _situation(

@@ -77,11 +77,6 @@ class Tokenizer:
         """The source of all chat templates, "" without one."""
         return "\n".join(self._chat_templates.sources.values())
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether ``apply_chat_template`` can work."""
-        return bool(self._chat_templates.sources)
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Rendered chat templates carry their own special tokens: pass False for them.
 

@@ -100,6 +100,7 @@ class CheckedDispatcher(ABC):
         self._pending = handle
         try:
             rows, handle.state = self._dispatch(hidden, ids, weights, phase, scales)
+            self._check_weights(rows)
         except BaseException:
             self.release(handle)
             raise
@@ -122,6 +123,14 @@ class CheckedDispatcher(ABC):
             return combined
         finally:
             self.release(handle)
+
+    def _check_weights(self, rows: ExpertInput) -> None:
+        """Routing weights are applied once: by the runner, unless the declaration says that combine does."""
+        if (rows.weights is None) != self.declaration.applies_weights:
+            said = "applies_weights" if self.declaration.applies_weights else "that runners apply weights"
+            carried = "without" if rows.weights is None else "with"
+            name = self.declaration.name
+            raise ContractError(f"{name} declares {said} and dispatched rows {carried} weights")
 
     def _result_dtypes(self, rows: torch.Tensor) -> tuple[torch.dtype, ...]:
         """Dtypes that results of the shape of ``rows`` may have."""

@@ -40,11 +40,6 @@ class MarkedParser(ToolParser):
         self._tail = ""
 
     @classmethod
-    def _head_of(cls, tool: Tool) -> dict[str, Any] | str:
-        """What comes between ``call_opening`` and the arguments: a text, or a format of structural tags."""
-        raise NotImplementedError
-
-    @classmethod
     def structure(cls, tools: Sequence[Tool], schemas: Sequence[Any], *, parallel: bool) -> dict[str, Any]:
         tags = [cls._tag(tool, schema) for tool, schema in zip(tools, schemas, strict=True)]
         calls = one_or_more(tags, separator=cls.separator, parallel=parallel)

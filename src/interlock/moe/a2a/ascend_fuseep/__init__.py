@@ -9,7 +9,6 @@ from interlock.moe.a2a.base import A2ABackend, BufferShape, Site
 from interlock.moe.terms import Layout, Phase
 
 BUFFER_SIZE = "HCCL_BUFFSIZE"
-DEFAULT_MIB = 200
 RANKS = (16, 32, 64)
 MAX_EXPERTS = 512
 MAX_TOKENS = 256

@@ -10,8 +10,8 @@ from interlock.moe.a2a.deepep.package import DISTRIBUTIONS, legacy_problem
 from interlock.moe.a2a.deepep.sizes import HIDDEN, NVLINK_PEERS, RANKS, buffer_bytes
 from interlock.moe.terms import Layout, Phase
 
-QUEUE_DEPTH = "NVSHMEM_QP_DEPTH"
 DEFAULT_DEPTH = 1024
+"""NVSHMEM_QP_DEPTH where nobody sets it."""
 MAX_TOKENS = DEFAULT_DEPTH // 2 - 4
 """A queue must hold 2 (T + 1) messages, and T is rounded up to a multiple of 4."""
 
