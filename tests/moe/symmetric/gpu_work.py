@@ -95,7 +95,8 @@ def graph_replays(groups: Groups, replays: int) -> tuple[int, list[int]]:
     """Replay captured decode steps; the numbers of those that differ from eager ones.
 
     Every rank chooses the smallest of its graphs that holds its own tokens, so that ranks replay graphs of
-    different sizes in one step; a rank without tokens runs it eagerly.
+    different sizes in one step; a rank without tokens runs it eagerly. Results of even sizes lie where
+    they are read from, others are copied there.
     """
     dispatcher = Symmetric(spec_for(groups))
     pick, shared = random.Random(groups.ep.rank), random.Random(0)
@@ -109,6 +110,9 @@ def graph_replays(groups: Groups, replays: int) -> tuple[int, list[int]]:
         assert isinstance(rows, MaskedRows)
         assert rows.weights is not None
         results = (rows.rows.float() * rows.weights.unsqueeze(-1) * 1.5).to(torch.bfloat16)
+        if size % 2 == 0:
+            assert rows.results is not None
+            results = rows.results.copy_(results)
         return dispatcher.combine(results, dispatched.handle)
 
     def fill(case: tuple[torch.Tensor, ...]) -> None:

@@ -205,7 +205,9 @@ class _RunnerSetting:
         if masked:
             slab = (self._count, most)
             shaped = None if row_scales is None else row_scales.view(*slab, -1)
-            return MaskedRows(data.view(*slab, -1), counts32, spread.view(slab), shaped), at
+            results = torch.full((*slab, self._hidden), torch.nan, dtype=DTYPES[self._dtype], device=device)
+            offered = self._pick.choice((None, results))
+            return MaskedRows(data.view(*slab, -1), counts32, spread.view(slab), shaped, offered), at
         psum = segments.psum.int().to(device)
         return ContiguousRows(data, psum, counts32, alignment, spread, row_scales), at
 

@@ -127,15 +127,19 @@ class DeepGemm:
         weight_scales: torch.Tensor,
         counts: torch.Tensor,
         expected_rows: int,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """rows e4m3 [E, M, K], row_scales float32 [E, K / 128, M], counts int32 [E] -> bfloat16 [E, M, N].
+
+        ``out``: where to, contiguous; None for new memory.
 
         M is a multiple of 128: blocks of 64 or 128 rows are stored whole, with anything beyond the count.
         ``expected_rows``: how many rows an expert is thought to have; chooses the tiles.
         """
         experts, slab_rows, _ = rows.shape
         assert slab_rows % BLOCK_ROWS == 0, "blocks of one expert would overwrite rows of the next"
-        out = torch.empty(experts, slab_rows, weight.shape[1], dtype=torch.bfloat16, device=rows.device)
+        if out is None:
+            out = torch.empty(experts, slab_rows, weight.shape[1], dtype=torch.bfloat16, device=rows.device)
         if rehearsing():
             return out
         self.module.fp8_m_grouped_gemm_nt_masked(

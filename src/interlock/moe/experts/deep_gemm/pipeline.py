@@ -151,8 +151,9 @@ class Pipeline:
         weights = None if rows.weights is None else _pad_slabs(rows.weights, padded).flatten()
         act = placed_rows.silu_quantise(gate_up.flatten(0, 1), entries, weights, act_scales)
         out = self.library.masked(
-            act.view(experts, padded, inter), act_scales, self.experts.down, down_scales, live, expected
-        )
+            act.view(experts, padded, inter), act_scales, self.experts.down, down_scales, live, expected,
+            rows.results if padded == slab_rows else None,
+        )  # fmt: skip
         return out[:, :slab_rows].contiguous()
 
 

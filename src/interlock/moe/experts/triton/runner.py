@@ -52,7 +52,9 @@ class GroupedRunner(ABC):
             raise RuntimeError("run was called before finish_loading")
         hidden = self._spec.hidden_size
         lead = rows.ids.shape if isinstance(rows, ReplicatedRows) else rows.rows.shape[:-1]
-        out = torch.empty(*lead, hidden, dtype=self._spec.dtype, device=rows.rows.device)
+        out = rows.results if isinstance(rows, MaskedRows) else None
+        if out is None:
+            out = torch.empty(*lead, hidden, dtype=self._spec.dtype, device=rows.rows.device)
         places = out.numel() // hidden
         if places:
             x = rows.rows.reshape(-1, hidden)
