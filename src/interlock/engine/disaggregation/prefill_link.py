@@ -223,7 +223,7 @@ class PrefillLink:
             return
         self._peers[number] = stream
         self.traffic.peers = len(self._peers)
-        stream.send(Welcome(writers=self._settings.layout.attn_tp))
+        stream.send(Welcome())
         heard, lost = self._ends.heard, self._ends.lost
         reason = await stream.run(lambda message: self._post(partial(heard, number, message)))
         _log.info("the connection to a decode server has ended: %s", reason)

@@ -39,9 +39,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """Prefill -> decode: the pools are mapped. ``writers``: processes that write to them."""
-
-    writers: int
+    """Prefill -> decode: the pools are mapped."""
 
 
 class Farewell(msgspec.Struct, frozen=True, kw_only=True, tag="farewell"):
