@@ -139,7 +139,13 @@ def test_sizes_and_backends_may_differ(
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [(ONE, ONE), (TWO, ONE), (ONE, TWO), (COLLECTIVE, SHARED)], ids=repr
+    ("prefill", "decode"),
+    [
+        pytest.param(ONE, ONE, id="equal"),
+        pytest.param(TWO, ONE, id="tp_2_to_1"),
+        pytest.param(ONE, TWO, id="tp_1_to_2"),
+        pytest.param(COLLECTIVE, SHARED, id="ep_collective_to_shared_memory"),
+    ],
 )
 def test_many_random_requests(
     world: World, backend: str, prefill: dict[str, object], decode: dict[str, object]
