@@ -14,6 +14,7 @@ import yaml
 from interlock.backend_docs import backends_markdown
 from interlock.moe.a2a.registry import a2a_backends
 from interlock.moe.experts.registry import expert_runners
+from tests.quoted_commands import problem_of, quoted_commands
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -66,6 +67,37 @@ def test_links_between_pages_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
             if not re.match(r"[a-z]+:", target):
                 assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_every_quoted_command_is_one() -> None:
+    commands = [
+        (path.name, command)
+        for path in [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+        for command in quoted_commands(path.read_text(encoding="utf-8"))
+    ]
+    assert len(commands) > 60
+    assert [(*each, problem) for each in commands if (problem := problem_of(each[1]))] == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["serve demo --tp 2", "plan demo --tp-size x", "start demo", 'bench decode x --arm "a=--x 1"'],
+)
+def test_a_wrong_command_would_be_noticed(command: str) -> None:
+    assert problem_of(command)
+
+
+def test_every_quoted_file_exists() -> None:
+    """Programs that are run and folders that are pointed at, from the root of the repository."""
+    for path in [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        text = path.read_text(encoding="utf-8")
+        named = re.findall(
+            r"(?:`|python |pytest )((?:benchmarks|scripts|tests|examples|packaging|evidence)/[\w./-]*\w)",
+            text,
+        )
+        named += [f"{each.replace('.', '/')}.py" for each in re.findall(r"python -m (tests\.[\w.]+\w)", text)]
+        missing = [each for each in named if not any(ROOT.glob(f"{each}*"))]
+        assert not missing, f"{path.name}: {missing}"
 
 
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
