@@ -18,10 +18,28 @@ Unknown names are refused. `auto` lets a rule of the planner decide; `interlock 
 decided, and why. A rule never changes what you set: what does not fit is refused, with flags that would work.
 """
 
+OTHER_NAMES = """
+## Names in other engines
+Flags of SGLang, vLLM and llama.cpp that mean the same or nearly so. They are refused, with the name here:
+sizes and defaults differ, so nothing is taken over unseen.
+
+| there | here |
+|---|---|
+"""
+
 
 def options_markdown() -> str:
     """The whole page."""
-    return HEADER + "".join(_section(section) for section in Section)
+    return HEADER + "".join(_section(section) for section in Section) + _other_names()
+
+
+def _other_names() -> str:
+    rows = [
+        f"| {', '.join(f'`--{peer}`' for peer in option.peers)} | {_flag(option)} |\n"
+        for option in OPTIONS.values()
+        if option.peers
+    ]
+    return OTHER_NAMES + "".join(rows)
 
 
 def _section(section: Section) -> str:
@@ -31,12 +49,17 @@ def _section(section: Section) -> str:
 
 
 def _row(option: Option) -> str:
-    flag = "`MODEL`" if option.name == "model" else f"`{option.flag}`"
-    if option.kind is Kind.SWITCH:
-        flag += f" / `--no-{option.flag[2:]}`"
     values = ", ".join(option.allowed()) or option.kind.value.replace("|", " or ")
     items = ", ".join(f"`{item}`" for item in option.items)
-    return f"| {flag} | `{option.env}` | {values} | {describe_default(option)} | {option.help} | {items} |\n"
+    default = describe_default(option)
+    return f"| {_flag(option)} | `{option.env}` | {values} | {default} | {option.help} | {items} |\n"
+
+
+def _flag(option: Option) -> str:
+    if option.name == "model":
+        return "`MODEL`"
+    off = f" / `--no-{option.flag[2:]}`" if option.kind is Kind.SWITCH else ""
+    return f"`{option.flag}`{off}"
 
 
 if __name__ == "__main__":
