@@ -18,7 +18,6 @@ import torch
 
 from interlock.checkpoint.open import open_checkpoint
 from interlock.checkpoint.source import Progress, WeightSource, no_progress
-from interlock.engine.step import PageMap, Step
 from interlock.kernels.registry import get_kernels
 from interlock.kv.cache import KVCache, allocate
 from interlock.models.card_reader import read_model_card
@@ -30,6 +29,7 @@ from interlock.parallel.topology import Groups
 from interlock.plan.card import ModelCard
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.plugins import load_symbol
+from interlock.step import PageMap, Step
 from tests.plans import make_plan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

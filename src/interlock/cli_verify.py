@@ -182,7 +182,7 @@ def _engine_side(name: str, model: str, text: str, facts: MachineFacts) -> Side:
 
 def _tokeniser(plan: LaunchPlan) -> tuple[Tokeniser, tuple[str, ...]]:
     """The model's tokenizer, or a stand-in with a note for a configuration without weights or tokenizer."""
-    from interlock.bench.shapes import shape_folder
+    from interlock.demo.shapes import shape_folder
     from interlock.tokenizer import load_tokenizer
     from interlock.verify.prompts import DrawnTokens
 

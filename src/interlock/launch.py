@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from interlock.bench.shapes import refuse_weights_of_shape, shape_folder
 from interlock.demo import resolve_model
+from interlock.demo.shapes import refuse_weights_of_shape, shape_folder
 from interlock.models.card_reader import read_model_card
 from interlock.options import Options
 from interlock.plan.facts import MachineFacts, probe

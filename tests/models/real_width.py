@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from interlock.bench.shapes import shape_folder
+from interlock.demo.shapes import shape_folder
 from tests.harness import Harness, build_model, run_chunks
 
 FILE = Path(__file__).with_suffix(".npz")

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from interlock.engine.step import Step
 from interlock.kernels.registry import get_kernels
 from interlock.moe.build import build_moe_context
 from interlock.moe.layer import MoEContext, MoELayer
 from interlock.moe.terms import Phase
 from interlock.parallel.topology import Groups
 from interlock.plan.card import AttentionCard, ExpertsCard, LayerCard, ModelCard
+from interlock.step import Step
 from tests.moe import oracle
 from tests.plans import make_plan
 

@@ -10,8 +10,8 @@ import torch
 from interlock.bench.layer import DTYPES, LayerPoint, LayerShape, Skipped, choose_runners, run_layer
 from interlock.bench.limits import Limits, measure_limits
 from interlock.bench.parts_record import layer_evidence
-from interlock.bench.shapes import shape_folder
 from interlock.demo import resolve_model
+from interlock.demo.shapes import shape_folder
 from interlock.errors import Refusal
 from interlock.evidence.record import device_of
 from interlock.evidence.schema import Evidence, ModelFacts

@@ -1,6 +1,6 @@
 """What a scheduler hands to the model runner for one step, and its form on the wire.
 
-Legend as in ``engine/step.py``: n tokens, s sequences, P pages in the longest page table, m rows to sample,
+Legend as in ``step.py``: n tokens, s sequences, P pages in the longest page table, m rows to sample,
 q prompt rows whose log-probabilities are wanted.
 """
 
@@ -16,9 +16,9 @@ import torch
 
 from interlock.engine.request import Request
 from interlock.engine.slots import SlotTable
-from interlock.engine.step import PageMap, Step
 from interlock.engine.upload import upload_together
 from interlock.moe.terms import Phase
+from interlock.step import PageMap, Step
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]

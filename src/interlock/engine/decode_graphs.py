@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from interlock.engine.batch import StepArrays
-from interlock.engine.step import Step
 from interlock.engine.step_buffers import StepBuffers
 from interlock.moe.terms import Phase
+from interlock.step import Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from interlock.engine.decode_graphs import DecodeGraphs, DecodeOutput
 from interlock.engine.receipts import observe_runner
 from interlock.engine.recorder import recorded
 from interlock.engine.start_clock import StartClock
-from interlock.engine.step import Step
 from interlock.engine.step_buffers import Space, StepBuffers
 from interlock.engine.upload import upload
 from interlock.engine.warm_up import warm_up_phases
@@ -29,6 +28,7 @@ from interlock.nn.context import ModelContext
 from interlock.parallel.topology import Groups
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.plugins import load_symbol
+from interlock.step import Step
 
 
 class ModelRunner:

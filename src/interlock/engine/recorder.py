@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from interlock.engine.inspection import StepInspection
-from interlock.engine.step import Step
 from interlock.moe.routing import Router, Routes
 from interlock.parallel.topology import Groups
+from interlock.step import Step
 
 
 @contextmanager

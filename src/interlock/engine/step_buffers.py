@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from interlock.engine.batch import Int32s, Int64s, StepArrays
-from interlock.engine.step import PageMap, Step
 from interlock.moe.terms import Phase
+from interlock.step import PageMap, Step
 
 _ALIGNMENT = 16
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from interlock.engine.step import PageMap, Step
 from interlock.moe.terms import Phase
 from interlock.plan.launch_plan import LaunchPlan
+from interlock.step import PageMap, Step
 
 WARM_UP_TOKENS = 4
 

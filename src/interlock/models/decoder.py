@@ -15,7 +15,6 @@ import torch
 
 from interlock.checkpoint.source import WeightSource
 from interlock.checkpoint.specs import TensorSpec
-from interlock.engine.step import Step
 from interlock.kv.cache import KVCache, LayerCache
 from interlock.models import decoder_weights as names
 from interlock.moe.layer import MoELayer
@@ -28,6 +27,7 @@ from interlock.nn.mlp import SwiGLU
 from interlock.nn.norm import RMSNorm
 from interlock.nn.rope import RopeTables
 from interlock.plan.card import LayerCard
+from interlock.step import Step
 
 
 class DecoderLayer:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from interlock.engine.step import Step
 from interlock.errors import CheckpointError
 from interlock.kernels.base import Kernels
 from interlock.kernels.fp8_blocks import Fp8Blocks
@@ -34,6 +33,7 @@ from interlock.moe.terms import Layout, Phase
 from interlock.parallel.topology import Groups
 from interlock.plan.card import ExpertsCard
 from interlock.plugins import load_symbol
+from interlock.step import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ import torch
 
 from interlock.checkpoint.qkv import part_rows
 from interlock.checkpoint.source import WeightSource
-from interlock.engine.step import PageMap, Step
 from interlock.kernels.base import QuantisedRows
 from interlock.kv.cache import LayerCache
 from interlock.nn.context import ModelContext
@@ -19,6 +18,7 @@ from interlock.nn.rope import RopeTables
 from interlock.nn.sharding import shard_heads
 from interlock.plan.card import AttentionCard
 from interlock.plan.qkv_blocks import PARTS, PartBlocks, Stored, part_blocks
+from interlock.step import PageMap, Step
 
 
 class Attention:

@@ -6,11 +6,11 @@ from functools import partial
 
 import torch
 
-from interlock.engine.step import Step
 from interlock.models.mimo_v2.model import MiMoV2
 from interlock.moe.a2a.base import ReplicatedRows
 from interlock.moe.layer import MoELayer
 from interlock.nn.context import ModelContext
+from interlock.step import Step
 
 
 def ordinary_forward(layer: MoELayer, hidden: torch.Tensor, step: Step) -> torch.Tensor:

@@ -9,11 +9,11 @@ import msgspec
 import torch
 
 from interlock.checkpoint.source import WeightSource
-from interlock.engine.step import Step
 from interlock.models.mimo_v2.model import MiMoV2
 from interlock.moe.build import build_moe_context
 from interlock.moe.experts.registry import expert_runners
 from interlock.nn.context import ModelContext
+from interlock.step import Step
 
 
 class SmallerCapacity(MiMoV2):
