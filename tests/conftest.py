@@ -13,6 +13,12 @@ settings.register_profile(
 settings.load_profile("interlock")
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Tensors that a test draws without a generator are the same in every run."""
+    torch.manual_seed(0)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("interlock")
     group.addoption("--screenshots", metavar="FOLDER", help="take pictures of the page for the docs")

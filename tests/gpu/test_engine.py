@@ -95,7 +95,10 @@ def decode_batches(runner: ModelRunner, counts: tuple[int, ...]) -> Iterator[tup
 
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
 def test_a_replay_is_the_eager_bucket_bit_for_bit(folders: dict[str, Path], quantization: str) -> None:
-    """I04: changing batch sizes with padding; the padding changes nothing and nothing is left from before."""
+    """I04: changing batch sizes with padding; the padding changes nothing and nothing is left from before.
+
+    Each step is replayed twice: here, and by the executor that goes on from it.
+    """
     with running(folders["tiny"], device="cuda", quantization=quantization, dtype="bfloat16") as runner:
         graphs = runner.graphs
         assert graphs is not None
@@ -112,7 +115,7 @@ def test_a_replay_is_the_eager_bucket_bit_for_bit(folders: dict[str, Path], quan
             assert torch.equal(logits, eager.logits)
             assert torch.equal(first.best_ids, eager.best_ids)
             replays += 1
-        assert replays == graphs.replays > 60
+        assert graphs.replays == 2 * replays > 60
 
 
 def test_nothing_is_allocated_by_a_replay(folders: dict[str, Path]) -> None:
