@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from interlock.structured.schema import SchemaError, exact_schema
+from interlock.structured.schema import exact_schema
+from interlock.structured.schema_keywords import SchemaError
 
 REFUSED: list[tuple[object, str, str]] = [
     ({"type": "nope"}, "", "none of object, array"),
@@ -27,6 +28,13 @@ REFUSED: list[tuple[object, str, str]] = [
     ({"type": "array", "prefixItems": [True], "items": False, "minItems": 2}, "", "minItems 2"),
     ({"enum": []}, "", "at least one value"),
     ({"enum": [1], "type": "string"}, "", "no value of enum"),
+    ({"const": 1, "enum": 5}, "", "enum must be a list"),
+    ({"const": True, "enum": [1]}, "", "no value of enum"),
+    ({"allOf": [{"enum": [1]}, {"enum": [True]}]}, "", "nothing in common"),
+    ({"allOf": [{"minimum": "a"}, {"minimum": 3}]}, "", "minimum must be a number"),
+    ({"type": "number", "minimum": 10**400}, "", "minimum must be a number"),
+    ({"type": "string", "format": []}, "", "format must be a string"),
+    ({"type": "object", "additionalProperties": 5}, "", "additionalProperties must be a schema"),
     ({"enum": [1, 2], "minimum": 2}, "", "'minimum' beside enum"),
     ({"type": "object", "required": ["a"], "additionalProperties": False}, "", "required and not allowed"),
     ({"$ref": "#/$defs/x"}, "", "points to nothing"),
@@ -52,11 +60,18 @@ def test_what_cannot_be_enforced_is_refused_by_name(schema: object, path: str, w
 
 def test_deep_and_large_schemas_are_refused() -> None:
     """G19: 200 levels are an error of the request, not of the server."""
-    deep: dict[str, Any] = {"type": "integer"}
-    for _ in range(200):
-        deep = {"type": "object", "properties": {"a": deep}}
-    with pytest.raises(SchemaError, match="too large"):
-        exact_schema(deep)
+    for levels, words in ((100, "too large"), (200, "too deep")):
+        deep: dict[str, Any] = {"type": "integer"}
+        for _ in range(levels):
+            deep = {"type": "object", "properties": {"a": deep}}
+        with pytest.raises(SchemaError, match=words):
+            exact_schema(deep)
+    value: Any = 1
+    for _ in range(900):
+        value = [value]
+    for holder in ({"enum": [value]}, {"const": 1, "enum": [value, 1]}, {"default": value}):
+        with pytest.raises(SchemaError, match="too deep"):
+            exact_schema(holder)
     with pytest.raises(SchemaError, match="too large"):
         exact_schema({"properties": {f"p{index}": True for index in range(20_000)}})
 

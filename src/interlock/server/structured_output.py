@@ -12,7 +12,8 @@ from interlock.server.errors import ApiError, bad_request
 from interlock.server.protocol import GenerationBody
 from interlock.structured.checker import GrammarsBusy
 from interlock.structured.compiler import GrammarError
-from interlock.structured.schema import SchemaError, exact_schema
+from interlock.structured.schema import exact_schema
+from interlock.structured.schema_keywords import SchemaError
 from interlock.structured.spec import GrammarSpec
 
 Wish = tuple[str, GrammarSpec]

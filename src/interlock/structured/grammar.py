@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 
 from interlock.errors import RequestError
-from interlock.structured.schema import SchemaError, exact_schema
+from interlock.structured.schema import exact_schema
+from interlock.structured.schema_keywords import SchemaError
 from interlock.structured.spec import GrammarSpec
 
 

@@ -26,6 +26,7 @@ from interlock.structured.schema_strings import string_node
 from interlock.structured.schema_values import counts_of, enumeration, number, types_of
 
 MAX_DEPTH = 64
+MAX_NESTING = 4 * MAX_DEPTH
 MAX_NODES = 10_000
 
 
@@ -37,7 +38,22 @@ def exact_schema(schema: object) -> Schema:
     """
     if not isinstance(schema, dict | bool):
         raise SchemaError("", f"a JSON schema is an object, not {shown(schema)}")
+    _check_nesting(schema)
     return _Writer(schema).write()
+
+
+def _check_nesting(schema: Schema | bool) -> None:
+    """Values of enumerations are walked by Python's own recursion, so nesting is bounded as a whole."""
+    level: list[Any] = [schema]
+    for _ in range(MAX_NESTING):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    if level:
+        raise SchemaError("", f"the schema is too deep ({MAX_NESTING} levels of objects and lists at most)")
 
 
 class _Writer:
@@ -187,6 +203,8 @@ class _Writer:
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise SchemaError(path, "required must be a list of names")
         more = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
+        if more is not None and not isinstance(more, dict | bool):
+            raise SchemaError(path, f"additionalProperties must be a schema, not {shown(more)}")
         written = self._properties(properties, required, more, path, depth)
         result: Schema = {"type": "object"}
         if written:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from itertools import combinations
-from typing import Any
 
-Schema = dict[str, Any]
+from interlock.structured.schema_keywords import Schema, value_text
 
 
 def exclusive(branches: list[Schema], definitions: Mapping[str, Schema]) -> list[Schema] | None:
@@ -58,18 +56,11 @@ def _shared_names(branches: list[Schema]) -> list[str]:
 def _values(schema: Schema, definitions: Mapping[str, Schema]) -> set[str] | None:
     """The values of an enumeration as texts, None for any other schema."""
     values = _resolved(schema, definitions).get("enum")
-    return None if values is None else {_text(value) for value in values}
-
-
-def _text(value: Any) -> str:
-    """Equal for equal JSON values (1 and 1.0 are)."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return json.dumps(value, sort_keys=True)
+    return None if values is None else {value_text(value) for value in values}
 
 
 def _differ(one: Schema, other: Schema) -> bool:
     if "enum" in one and "enum" in other:
-        return {_text(v) for v in one["enum"]}.isdisjoint(_text(v) for v in other["enum"])
+        return {value_text(v) for v in one["enum"]}.isdisjoint(value_text(v) for v in other["enum"])
     kinds = {one.get("type"), other.get("type")}
     return None not in kinds and len(kinds) == 2 and kinds != {"integer", "number"}

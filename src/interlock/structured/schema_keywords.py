@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,6 +73,29 @@ def constraints(schema: Schema, *, without: tuple[str, ...] = ()) -> Schema:
     """What narrows an answer: no annotations, no definitions, and nothing of ``without``."""
     skipped = ANNOTATIONS | {"$defs", "definitions", *without}
     return {key: value for key, value in schema.items() if key not in skipped and not key.startswith("x-")}
+
+
+def value_text(value: Any) -> str:
+    """Equal for equal JSON values: 1 and 1.0 are, 1 and true are not."""
+    return json.dumps(_whole(value), sort_keys=True)
+
+
+def _whole(value: Any) -> Any:
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [_whole(each) for each in value]
+        case dict():
+            return {key: _whole(each) for key, each in value.items()}
+    return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number that a double can hold; true and false are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) if isinstance(value, float) else abs(value) <= sys.float_info.max
 
 
 def join(path: str, part: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-Schema = dict[str, Any]
+from interlock.structured.schema_keywords import Schema, is_number, value_text
+from interlock.structured.schema_values import common_values
 
 _LARGER = frozenset(["minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"])
 _SMALLER = frozenset(["maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"])
@@ -19,15 +20,16 @@ def merged(one: Schema, other: Schema) -> Schema:
     _check_closed(one, other)
     result = dict(one)
     for key, value in other.items():
-        result[key] = value if key not in one or one[key] == value else _both(key, one[key], value)
+        same = key not in one or value_text(one[key]) == value_text(value)
+        result[key] = value if same else _both(key, one[key], value)
     return result
 
 
 def _both(key: str, one: Any, other: Any) -> Any:
-    if key in _LARGER:
-        return max(one, other)
-    if key in _SMALLER:
-        return min(one, other)
+    if key in _LARGER | _SMALLER:
+        if not (is_number(one) and is_number(other)):
+            raise ValueError(f"{key} must be a number")
+        return max(one, other) if key in _LARGER else min(one, other)
     if key == "type":
         return _common_types(one, other)
     if key == "required" and isinstance(one, list) and isinstance(other, list):
@@ -36,7 +38,7 @@ def _both(key: str, one: Any, other: Any) -> Any:
         shared = {name: {"allOf": [one[name], other[name]]} for name in one.keys() & other.keys()}
         return {**one, **other, **shared}
     if key == "enum" and isinstance(one, list) and isinstance(other, list):
-        common = [value for value in one if value in other]
+        common = common_values(one, other)
         if common:
             return common
         raise ValueError("the values of two enums that must both hold have nothing in common")

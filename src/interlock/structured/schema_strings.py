@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-Schema = dict[str, Any]
+from interlock.structured.schema_keywords import Schema
 
 ENFORCED_FORMATS = frozenset(
     {
@@ -24,6 +23,9 @@ def string_node(schema: Schema) -> Schema:
         ValueError: keywords that cannot be enforced together.
     """
     schema = dict(schema)
+    for key in ("pattern", "format"):
+        if not isinstance(schema.get(key, ""), str):
+            raise ValueError(f"{key} must be a string, not {schema[key]!r:.60}")
     if schema.get("format") not in ENFORCED_FORMATS:
         schema.pop("format", None)
     pattern = schema.get("pattern")
@@ -38,8 +40,6 @@ def string_node(schema: Schema) -> Schema:
         names = [*chosen, *lengths]
         raise ValueError(f"{names[0]} and {names[1]} cannot be enforced together; write one pattern")
     if pattern is not None:
-        if not isinstance(pattern, str):
-            raise ValueError(f"pattern must be a string, not {pattern!r:.60}")
         literal = _literal(pattern)
         return {"type": "string", "pattern": pattern} if literal is None else {"enum": [literal]}
     return {"type": "string", **lengths, **({"format": schema["format"]} if "format" in schema else {})}

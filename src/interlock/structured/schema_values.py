@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from interlock.structured.schema_keywords import OF_TYPE, TYPES, Schema, SchemaError, shown
+from interlock.structured.schema_keywords import (
+    OF_TYPE,
+    TYPES,
+    Schema,
+    SchemaError,
+    is_number,
+    shown,
+    value_text,
+)
 
 _MAX_INTEGER = 2**53
 
@@ -31,7 +40,7 @@ def enumeration(schema: Schema, path: str) -> Schema:
     if not isinstance(values, list) or not values:
         raise SchemaError(path, "enum must be a list with at least one value")
     if "const" in schema and "enum" in schema:
-        values = [value for value in values if value in schema["enum"]]
+        values = common_values(values, enumeration({"enum": schema["enum"]}, path)["enum"])
     beside = sorted(schema.keys() - {"type", "enum", "const"})
     if beside:
         raise SchemaError(path, f"{beside[0]!r} beside enum or const; list only the values that are allowed")
@@ -41,6 +50,12 @@ def enumeration(schema: Schema, path: str) -> Schema:
     if not values:
         raise SchemaError(path, "no value of enum has the type that is asked for")
     return {"enum": values}
+
+
+def common_values(one: list[Any], other: list[Any]) -> list[Any]:
+    """Values of ``one`` that are also in ``other``."""
+    known = {value_text(value) for value in other}
+    return [value for value in one if value_text(value) in known]
 
 
 def _is_of_type(value: object, kind: str) -> bool:
@@ -63,7 +78,7 @@ def _is_of_type(value: object, kind: str) -> bool:
 def number(kind: str, schema: Schema, path: str) -> Schema:
     """Numbers; bounds of integers are inclusive and whole."""
     for key, value in schema.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_number(value):
             raise SchemaError(path, f"{key} must be a number, not {shown(value)}")
     result: Schema = {"type": kind, **schema}
     if kind == "integer":
