@@ -127,10 +127,19 @@ def test_attention(monkeypatch, window) -> None:
     assert given["places"] == 21 // 16 + 2
     assert list(given["k_cache"].shape) == [case.k_cache.shape[0] * 16, 4 * 192]
     assert list(given["v_cache"].shape) == [case.v_cache.shape[0] * 16, 4 * 128]
-    assert (given["q_row"], given["q_head"]) == (32 * 192, 192)
+    assert given["q"].base.data_ptr() == case.q.data_ptr()
+    assert (list(given["q"].shape), given["q"].block_shape) == ([21, 32, 192], [8, 8, 64])
+    assert list(given["q"].strides) == [32 * 192, 192, 1]
+    assert given["slots"] == 1
     assert (given["total_tokens"], given["sequences"]) == (21, 2)
     assert (given["keys"], given["stages"]) == (64, 3)
     assert (given["window"], given["has_window"]) == (window or 0, window is not None)
+
+
+@pytest.mark.parametrize(("keys", "stages", "slots"), [(64, 2, 2), (64, 3, 1), (128, 2, 1)])
+def test_queries_of_two_tiles_where_they_fit(keys, stages, slots) -> None:
+    tile = AttentionTile(128, keys, 4, stages, specialised=True)
+    assert attention._query_slots(192, 128, tile) == slots
 
 
 @pytest.mark.parametrize("change", ["float32", "value-width", "page", "group", "strides"])

@@ -19,6 +19,8 @@ TUNED_CHANNELS = 320
 
 PIPELINED_ROWS = 128
 """Query rows of a tile of ``pipelined_attention.py``."""
+PIPELINED_BYTES = 200 * 1024
+"""Shared memory that its stages and queries may take; what is left is for barriers and layout changes."""
 
 
 def head_parts(width: int) -> tuple[int, int]:
@@ -44,7 +46,8 @@ def fits_pipeline(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor)
     page_size, kv_heads, value_width = v_cache.shape[1:]
     group = heads // kv_heads
     dtypes = {q.dtype, k_cache.dtype, v_cache.dtype}
-    dense = k_cache.is_contiguous() and v_cache.is_contiguous() and q.stride(1) % 8 == q.stride(0) % 8 == 0
+    dense = k_cache.is_contiguous() and v_cache.is_contiguous()
+    dense = dense and q.stride(1) % 8 == q.stride(0) % 8 == 0 and q.data_ptr() % 16 == 0
     sizes = width in (64, 128, 192) and value_width == 128 and page_size % 16 == 0
     return dtypes == {torch.bfloat16} and dense and sizes and group == power_of_two(group) <= 128
 
@@ -70,14 +73,24 @@ def _pipelined(
     box = [16, 64]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
     k, v = (TensorDescriptor.from_tensor(c.flatten(0, 1).flatten(1), box, layout) for c in (k_cache, v_cache))
+    group = heads // kv_heads
+    rows = [max(1, PIPELINED_ROWS // 2 // group), min(group, PIPELINED_ROWS // 2), box[1]]
+    queries = TensorDescriptor.from_tensor(q, rows, gl.NVMMASharedLayout.get_default_for(rows, gl.bfloat16))
     pipelined_attention_kernel[(min(programs, places * kv_heads),)](
-        q, k, v, page_table, query_start, kv_len, sinks, out,
-        scale, window or 0, tokens, kv_len.shape[0], places, page_table.stride(0), q.stride(0), q.stride(1),
+        queries, k, v, page_table, query_start, kv_len, sinks, out,
+        scale, window or 0, tokens, kv_len.shape[0], places, page_table.stride(0),
         heads=heads, kv_heads=kv_heads, width=width, value_width=value_width, page_size=page_size,
-        keys=tile.keys_a_step, stages=tile.stages, has_window=window is not None,
-        has_sinks=sinks is not None, num_warps=4,
+        keys=tile.keys_a_step, stages=tile.stages, slots=_query_slots(width, value_width, tile),
+        has_window=window is not None, has_sinks=sinks is not None, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _query_slots(width: int, value_width: int, tile: AttentionTile) -> int:
+    """Tiles whose queries fit into shared memory beside the stages: two where they do, else one."""
+    keys = tile.stages * tile.keys_a_step * (width + value_width) * 2
+    queries = PIPELINED_ROWS * width * 2
+    return 2 if keys + 2 * queries <= PIPELINED_BYTES else 1
 
 
 def paged_attention(

@@ -1,9 +1,9 @@
 """Prefill attention on the matrix units: persistent programs with specialised warps, bfloat16.
 
-Three roles: one warp feeds a ring of key and value stages, page by page, through the bulk copy engine; two
-groups of four warps own 64 query rows each and run unsynchronised, so that one takes exponentials while the
-other multiplies. Rows are (token, head of a group), as in ``attention_kernels.py``; tiles of 128 rows are
-dealt out in turn, those with the most keys first.
+Three roles: one warp finds the tiles, says what they are, and feeds queries and a ring of key and value
+stages, page by page, through the bulk copy engine; two groups of four warps own 64 query rows each and run
+unsynchronised, so that one takes exponentials while the other multiplies. Rows are (token, head of a group),
+as in ``attention_kernels.py``; tiles of 128 rows are dealt out in turn, those with the most keys first.
 
 Stages hold 64 channels side by side, pieces of 16 keys each; a step may take in keys that no row sees (behind
 the last one a valid page again), whose scores are hidden and whose values are set to zero.
@@ -30,6 +30,8 @@ HALF: gl.constexpr = gl.constexpr(64)
 CHANNELS: gl.constexpr = gl.constexpr(64)
 PIECE: gl.constexpr = gl.constexpr(16)
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
+NOTES: gl.constexpr = gl.constexpr(7)
+AHEAD: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.jit
@@ -72,12 +74,49 @@ def _locate(turn, places, tables, sequences, window, kv_heads: gl.constexpr, gro
 
 
 @gluon.jit
+def _note(notes, turn, at: gl.constexpr, value):
+    """Every lane writes the same number, so that the one that arrives has written it too."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    notes.index(turn % AHEAD * NOTES + at).store(gl.full([1], 0, gl.int32, layout) + value)
+
+
+@gluon.jit
+def _read(notes, turn, at: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(notes.index(turn % AHEAD * NOTES + at).load(layout), axis=0)
+
+
+@gluon.jit
+def _copy_queries(
+    q, queries, full, empty, tile, first, kv_head,
+    group: gl.constexpr, k_parts: gl.constexpr, slots: gl.constexpr,
+):  # fmt: skip
+    """The tile's 128 rows: 64 for each group of warps, 64 channels side by side."""
+    tokens: gl.constexpr = HALF // group if group < HALF else 1
+    heads: gl.constexpr = group if group < HALF else HALF
+    boxes = queries._reinterpret(gl.bfloat16, [slots * 2 * k_parts, tokens, heads, CHANNELS], q.layout)
+    slot = tile % slots
+    mbarrier.wait(empty.index(slot), (tile // slots & 1) ^ 1)
+    mbarrier.expect(full.index(slot), ROWS * k_parts * CHANNELS * 2)
+    for half in gl.static_range(2):
+        token = first + half * HALF // group
+        head = kv_head * group + half * HALF % group
+        for part in gl.static_range(k_parts):
+            tma.async_copy_global_to_shared(
+                q, [token, head, part * CHANNELS], full.index(slot),
+                boxes.index((slot * 2 + half) * k_parts + part),
+            )  # fmt: skip
+
+
+@gluon.jit
 def _feed(
-    k_cache, v_cache, ring, page_table, table_stride, tables, window, sequences, places,
+    q, queries, k_cache, v_cache, ring, desk, page_table, table_stride, tables, window, sequences, places,
     kv_heads: gl.constexpr, group: gl.constexpr, width: gl.constexpr, value_width: gl.constexpr,
-    page_size: gl.constexpr, keys: gl.constexpr, stages: gl.constexpr, has_window: gl.constexpr,
+    page_size: gl.constexpr, keys: gl.constexpr, stages: gl.constexpr, slots: gl.constexpr,
+    has_window: gl.constexpr,
 ):  # fmt: skip
     k_stages, v_stages, k_full, v_full, k_empty, v_empty = ring
+    notes, told, heard, q_full, q_empty = desk
     pieces: gl.constexpr = keys // PIECE
     k_parts: gl.constexpr = width // CHANNELS
     v_parts: gl.constexpr = value_width // CHANNELS
@@ -88,10 +127,20 @@ def _feed(
         gl.bfloat16, [stages * v_parts * pieces, PIECE, CHANNELS], v_cache.layout
     )
     count = 0
+    tile = 0
     for turn in range(_turns(places, kv_heads)):
-        kv_head, _, sequence, _, _, _, first, end = _locate(
+        kv_head, place, sequence, first_token, tokens, position, first, end = _locate(
             turn, places, tables, sequences, window, kv_heads, group, has_window
         )
+        mbarrier.wait(heard.index(turn % AHEAD), (turn // AHEAD & 1) ^ 1)
+        _note(notes, turn, 0, kv_head)
+        _note(notes, turn, 1, place)
+        _note(notes, turn, 2, first_token)
+        _note(notes, turn, 3, tokens)
+        _note(notes, turn, 4, position)
+        _note(notes, turn, 5, first)
+        _note(notes, turn, 6, end)
+        mbarrier.arrive(told.index(turn % AHEAD))
         table = page_table + sequence.to(gl.int64) * table_stride
         last = (end - 1) // PIECE
         for key in range(first, end, keys):
@@ -118,12 +167,15 @@ def _feed(
                         v_pieces.index((stage * v_parts + part) * pieces + piece),
                     )  # fmt: skip
             count += 1
+            if key == first:
+                _copy_queries(q, queries, q_full, q_empty, tile, first_token, kv_head, group, k_parts, slots)
+                tile += 1
 
 
 @gluon.jit
 def _take(
-    key, count, first_seen, end, position, window, factor, queries, ring, largest, total, left, right,
-    half: gl.constexpr, k_parts: gl.constexpr, keys: gl.constexpr, stages: gl.constexpr,
+    key, count, first_seen, end, position, window, factor, queries, own_part, ring, largest, total, left,
+    right, k_parts: gl.constexpr, keys: gl.constexpr, stages: gl.constexpr,
     masked: gl.constexpr, has_window: gl.constexpr, scores: gl.constexpr, results: gl.constexpr,
 ):  # fmt: skip
     """Take in keys ``key : key + keys``. ``masked``: some are hidden from some rows or lie behind ``end``."""
@@ -132,12 +184,12 @@ def _take(
     phase = count // stages & 1
     mbarrier.wait(k_full.index(stage), phase)
     logit = warpgroup_mma(
-        queries.index(half * k_parts), k_stages.index(stage * k_parts).permute((1, 0)),
+        queries.index(own_part), k_stages.index(stage * k_parts).permute((1, 0)),
         gl.zeros([HALF, keys], gl.float32, scores), use_acc=False, is_async=True,
     )  # fmt: skip
     for part in gl.static_range(1, k_parts):
         logit = warpgroup_mma(
-            queries.index(half * k_parts + part), k_stages.index(stage * k_parts + part).permute((1, 0)),
+            queries.index(own_part + part), k_stages.index(stage * k_parts + part).permute((1, 0)),
             logit, is_async=True,
         )  # fmt: skip
     logit = warpgroup_mma_wait(0, deps=[logit])
@@ -177,23 +229,30 @@ def _take(
 
 @gluon.jit
 def _attend(
-    q, queries, ring, sinks, out, tables, factor, window, total_tokens, sequences, places, q_row, q_head,
+    queries, ring, desk, sinks, out, tables, factor, window, total_tokens, sequences, places,
     half: gl.constexpr, heads: gl.constexpr, kv_heads: gl.constexpr, group: gl.constexpr,
-    k_parts: gl.constexpr, keys: gl.constexpr, stages: gl.constexpr, has_window: gl.constexpr,
-    has_sinks: gl.constexpr,
+    k_parts: gl.constexpr, keys: gl.constexpr, stages: gl.constexpr, slots: gl.constexpr,
+    has_window: gl.constexpr, has_sinks: gl.constexpr,
 ):  # fmt: skip
     """Rows half * 64 : half * 64 + 64 of this program's tiles."""
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 16])
     results: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHANNELS, 16])
-    loaded: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    notes, told, heard, q_full, q_empty = desk
     tokens_a_block: gl.constexpr = ROWS // group
     value_width: gl.constexpr = 2 * CHANNELS
     filled = gl.load(tables[0] + sequences)
     count = 0
+    tile = 0
     for turn in range(_turns(places, kv_heads)):
-        kv_head, place, _, first, tokens, position, key, end = _locate(
-            turn, places, tables, sequences, window, kv_heads, group, has_window
-        )
+        mbarrier.wait(told.index(turn % AHEAD), turn // AHEAD & 1)
+        kv_head = _read(notes, turn, 0)
+        place = _read(notes, turn, 1)
+        first = _read(notes, turn, 2)
+        tokens = _read(notes, turn, 3)
+        position = _read(notes, turn, 4)
+        key = _read(notes, turn, 5)
+        end = _read(notes, turn, 6)
+        mbarrier.arrive(heard.index(turn % AHEAD))
         row = half * HALF + gl.arange(0, HALF, gl.SliceLayout(1, results))
         head = kv_head * group + row % group
         column = gl.expand_dims(gl.arange(0, CHANNELS, gl.SliceLayout(0, results)), 0)
@@ -205,22 +264,8 @@ def _attend(
             gl.store(goal, nothing, mask=mask)
             gl.store(goal + CHANNELS, nothing, mask=mask)
         if key < end:
-            lane = half * HALF + gl.arange(0, HALF, gl.SliceLayout(1, loaded))
-            channel = gl.expand_dims(gl.arange(0, CHANNELS, gl.SliceLayout(0, loaded)), 0)
-            there = (first + lane // group).to(gl.int64) * q_row + (kv_head * group + lane % group) * q_head
-            source = q + gl.expand_dims(there, 1) + channel
-            live = gl.expand_dims(lane // group < tokens, 1)
-            first_part = gl.load(source, mask=live, other=0.0)
-            if k_parts > 1:
-                second_part = gl.load(source + CHANNELS, mask=live, other=0.0)
-            if k_parts > 2:
-                third_part = gl.load(source + 2 * CHANNELS, mask=live, other=0.0)
-            queries.index(half * k_parts).store(first_part)
-            if k_parts > 1:
-                queries.index(half * k_parts + 1).store(second_part)
-            if k_parts > 2:
-                queries.index(half * k_parts + 2).store(third_part)
-            fence_async_shared()
+            own_part = (tile % slots * 2 + half) * k_parts
+            mbarrier.wait(q_full.index(tile % slots), tile // slots & 1)
             own = half * HALF + gl.arange(0, HALF, gl.SliceLayout(1, scores))
             own_position = position + own // group
             largest = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
@@ -236,14 +281,17 @@ def _attend(
                 middle = (position + 1) // keys * keys
                 for at in range(key, middle, keys):
                     largest, total, left, right, count = _take(
-                        at, count, first_seen, end, own_position, window, factor, queries, ring, largest,
-                        total, left, right, half, k_parts, keys, stages, False, has_window, scores, results,
+                        at, count, first_seen, end, own_position, window, factor, queries, own_part, ring,
+                        largest, total, left, right, k_parts, keys, stages, False, has_window, scores,
+                        results,
                     )  # fmt: skip
             for at in range(middle, end, keys):
                 largest, total, left, right, count = _take(
-                    at, count, first_seen, end, own_position, window, factor, queries, ring, largest,
-                    total, left, right, half, k_parts, keys, stages, True, has_window, scores, results,
+                    at, count, first_seen, end, own_position, window, factor, queries, own_part, ring,
+                    largest, total, left, right, k_parts, keys, stages, True, has_window, scores, results,
                 )  # fmt: skip
+            mbarrier.arrive(q_empty.index(tile % slots))
+            tile += 1
             share = gl.convert_layout(1.0 / gl.where(total > 0.0, total, 1.0), gl.SliceLayout(1, results))
             token = (first + row // group).to(gl.int64)
             goal = out + gl.expand_dims((token * heads + head) * value_width, 1) + column
@@ -270,33 +318,55 @@ def _ring(k_cache, v_cache, width: gl.constexpr, keys: gl.constexpr, stages: gl.
     return k_stages, v_stages, k_full, v_full, k_empty, v_empty
 
 
+@gluon.jit
+def _desk(slots: gl.constexpr):
+    """Where the feeding warp says what the next tiles are, and that their queries are there."""
+    notes = gl.allocate_shared_memory(gl.int32, [AHEAD * NOTES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
+    heard = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(AHEAD):
+        mbarrier.init(told.index(index), count=1)
+        mbarrier.init(heard.index(index), count=2)
+    q_full = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(slots):
+        mbarrier.init(q_full.index(index), count=1)
+        mbarrier.init(q_empty.index(index), count=2)
+    return notes, told, heard, q_full, q_empty
+
+
 @gluon.jit(do_not_specialize=["window", "total_tokens", "sequences", "places"])
 def pipelined_attention_kernel(
     q, k_cache, v_cache, page_table, query_start, kv_len, sinks, out,
-    scale, window, total_tokens, sequences, places, table_stride, q_row, q_head,
+    scale, window, total_tokens, sequences, places, table_stride,
     heads: gl.constexpr, kv_heads: gl.constexpr, width: gl.constexpr, value_width: gl.constexpr,
-    page_size: gl.constexpr, keys: gl.constexpr, stages: gl.constexpr, has_window: gl.constexpr,
-    has_sinks: gl.constexpr,
+    page_size: gl.constexpr, keys: gl.constexpr, stages: gl.constexpr, slots: gl.constexpr,
+    has_window: gl.constexpr, has_sinks: gl.constexpr,
 ):  # fmt: skip
-    """k_cache and v_cache: tensor descriptors of [slots, kv heads * channels] in boxes of 16 x 64;
-    value_width is 128, width 64, 128 or 192, heads / kv heads a power of two up to 128, and pages hold a
-    multiple of 16 keys."""
+    """q: descriptor over [tokens, heads, width] in boxes of 64 rows by 64 channels; k_cache and v_cache:
+    descriptors of [slots, kv heads * channels] in boxes of 16 x 64; value_width is 128, width 64, 128 or 192,
+    heads / kv heads a power of two up to 128, and pages hold a multiple of 16 keys.
+
+    slots: tiles whose queries are held at once.
+    """
     group: gl.constexpr = heads // kv_heads
     k_parts: gl.constexpr = width // CHANNELS
     ring = _ring(k_cache, v_cache, width, keys, stages)
-    queries = gl.allocate_shared_memory(gl.bfloat16, [2 * k_parts, HALF, CHANNELS], k_cache.layout)
+    desk = _desk(slots)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [slots * 2 * k_parts, HALF, CHANNELS], k_cache.layout)
     tables = (query_start, kv_len)
     factor = scale * LOG2E
     gl.warp_specialize(
         [
-            (_attend, (q, queries, ring, sinks, out, tables, factor, window, total_tokens, sequences, places,
-                       q_row, q_head, 0, heads, kv_heads, group, k_parts, keys, stages, has_window,
+            (_attend, (queries, ring, desk, sinks, out, tables, factor, window, total_tokens, sequences,
+                       places, 0, heads, kv_heads, group, k_parts, keys, stages, slots, has_window,
                        has_sinks)),
-            (_attend, (q, queries, ring, sinks, out, tables, factor, window, total_tokens, sequences, places,
-                       q_row, q_head, 1, heads, kv_heads, group, k_parts, keys, stages, has_window,
+            (_attend, (queries, ring, desk, sinks, out, tables, factor, window, total_tokens, sequences,
+                       places, 1, heads, kv_heads, group, k_parts, keys, stages, slots, has_window,
                        has_sinks)),
-            (_feed, (k_cache, v_cache, ring, page_table, table_stride, tables, window, sequences, places,
-                     kv_heads, group, width, value_width, page_size, keys, stages, has_window)),
+            (_feed, (q, queries, k_cache, v_cache, ring, desk, page_table, table_stride, tables, window,
+                     sequences, places, kv_heads, group, width, value_width, page_size, keys, stages, slots,
+                     has_window)),
         ],
         [4, 1],
         [232, 40],
