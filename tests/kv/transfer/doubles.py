@@ -25,11 +25,13 @@ class Moves:
         calls: names in order.
         polls: looks at a read before it is over.
         fail_after: reads that succeed before all others fail.
+        broken: reads that fail first, as those over connections that have ended meanwhile.
     """
 
     calls: list[str] = field(default_factory=list)
     polls: int = 2
     fail_after: int = 1 << 30
+    broken: int = 0
     reads: int = 0
 
 
@@ -103,6 +105,8 @@ class MooncakeDouble:
                 assert self._memory.holds(buffers[0], lengths[0]), "local memory is not registered"
                 number = next(self._numbers)
                 good = moves.reads <= moves.fail_after and remote.holds(peers[0], lengths[0])
+                if moves.broken:
+                    moves.broken, good = moves.broken - 1, False
                 self._live[number] = [moves.polls, int(good), buffers[0], peers[0], lengths[0]]
                 return number
 

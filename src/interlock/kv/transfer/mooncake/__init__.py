@@ -16,7 +16,7 @@ BACKEND = TransferBackend(
     remedy="apt-get install libibverbs1, or the RDMA drivers' own",
     sender="interlock.kv.transfer.mooncake.ends:MooncakeSender",
     receiver="interlock.kv.transfer.mooncake.ends:MooncakeReceiver",
-    environment=(("MC_TCP_SLICE_SIZE", str(1 << 20)),),
+    environment=(("MC_TCP_ENABLE_CONNECTION_POOL", "1"), ("MC_TCP_SLICE_SIZE", str(1 << 20))),
     limits="run over TCP; RDMA, taken where /sys/class/infiniband names a device, and pages of a GPU: "
     "no recorded run",
     priority=5,

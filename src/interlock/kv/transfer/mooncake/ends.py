@@ -26,8 +26,6 @@ TIMEOUT = 30.0
 INFINIBAND = Path("/sys/class/infiniband")
 HANDSHAKE = "P2PHANDSHAKE"
 READ_BYTES = 8 << 20
-"""Each read has a TCP connection of its own, which stays in the kernel's tables for a minute."""
-
 READS = 2
 """At a time. The engine's own waiting call spins, which takes a core from the threads that move bytes."""
 
@@ -35,6 +33,10 @@ FIRST_POLL_SECONDS = 1e-4
 POLL_SECONDS = 1e-3
 """Seconds between looks, doubled from the first to the last."""
 
+TRIES = 5
+"""The library keeps four connections to a peer and notices only by a failed read that one has ended."""
+
+FAILED = "a read has failed"
 PENDING, DONE = 0, 1
 """Results of ``transfer_check_status``; all others are failures."""
 
@@ -163,7 +165,11 @@ class MooncakeLanding:
 
     def fetch(self, start: int, nbytes: int) -> torch.Tensor:
         memory = self._rooms.next(nbytes)
-        problem = self._read(memory, self._where.address + start)
+        deadline = time.monotonic() + self._timeout
+        for _ in range(TRIES):  # a late read of an earlier try would bring the same bytes
+            problem = self._read(memory, self._where.address + start, deadline)
+            if problem != FAILED:
+                break
         if problem:
             self._rooms.retire()
             raise TransferError(f"Mooncake, {nbytes} bytes from {self._where.engine}: {problem}")
@@ -172,12 +178,11 @@ class MooncakeLanding:
     def close(self) -> None:
         self._rooms.close()
 
-    def _read(self, memory: torch.Tensor, source: int) -> str:
+    def _read(self, memory: torch.Tensor, source: int, deadline: float) -> str:
         """Fill ``memory`` from an address of the sender; returns what went wrong, or ""."""
         offsets = range(0, memory.nbytes, READ_BYTES)
         waiting = deque((offset, min(READ_BYTES, memory.nbytes - offset)) for offset in offsets)
         running: list[int] = []
-        deadline = time.monotonic() + self._timeout
         pause = FIRST_POLL_SECONDS
         while waiting or running:
             while waiting and len(running) < READS:
@@ -191,7 +196,7 @@ class MooncakeLanding:
             states = [(read, self._engine.transfer_check_status(read)) for read in running]
             running = [read for read, state in states if state == PENDING]
             if any(state not in (PENDING, DONE) for _, state in states):
-                return "a read has failed"
+                return FAILED
             if time.monotonic() > deadline:
                 return f"no answer within {self._timeout:g} s"
             if running:
