@@ -253,18 +253,10 @@ def _usage_error(error: Exception) -> int:
 
 
 def _facts(path: str | None) -> MachineFacts:
-    from interlock.plan.facts import load_facts, probe
-    from interlock.plan.join import Declarations
+    from interlock.launch import machine_facts
+    from interlock.plan.facts import load_facts
 
-    if path is not None:
-        return load_facts(path)
-    declared = Declarations.registered()
-    return probe(
-        packages=declared.packages(),
-        libraries=declared.libraries(),
-        variables=declared.variables(),
-        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
-    )
+    return machine_facts() if path is None else load_facts(path)
 
 
 def _launcher(options: Options) -> Launcher | None:

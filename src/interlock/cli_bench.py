@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from interlock.cli_bench_run import begin, console, finish, integers, progress
 from interlock.errors import Refusal
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
-    from interlock.evidence.schema import Evidence
-    from interlock.plan.facts import MachineFacts
 
 bench_app = typer.Typer(
     help="Measure speed, record what was really run, and compare only what was matched.",
@@ -73,11 +66,12 @@ def decode(
     from interlock.bench.record import decode_evidence
     from interlock.bench.routing import trace_spread
     from interlock.bench.tables import decode_table
+    from interlock.launch import machine_facts
 
-    load = _begin(plot)
-    arms, facts = parse_arms(arm or [], ranks_per_gpu=ranks_per_gpu), _facts()
+    load = begin(plot)
+    arms, facts = parse_arms(arm or [], ranks_per_gpu=ranks_per_gpu), machine_facts()
     spec = DecodeSpec(
-        batches=_integers("--batch", batch),
+        batches=integers("--batch", batch),
         context=context,
         steps=steps,
         rounds=rounds,
@@ -87,7 +81,7 @@ def decode(
     plans = plan_arms(arms, model, spec, facts)
     keep = not one_at_a_time and fit_together(list(plans.values()), facts)
     units = len(plans) * len(spec.batches) * rounds + len(plans)
-    with ArmPool(plans, keep=keep) as pool, _progress(units) as tick:
+    with ArmPool(plans, keep=keep) as pool, progress(units) as tick:
         result = run_decode(pool, spec, tick)
         spreads = {}
         for each, points in result.points.items():
@@ -96,7 +90,7 @@ def decode(
             spreads[each] = trace_spread(pool.get(each), largest.prompts, largest.outputs, spec.batches)
     options = {each.name: each.text for each in arms}
     evidence = decode_evidence(result, options, facts, spreads)
-    _finish(decode_table(result, spreads), evidence, out, name, plot, load)
+    finish(decode_table(result, spreads), evidence, out, name, plot, load)
     return 0 if evidence.verdict == "measured" else 1
 
 
@@ -122,11 +116,12 @@ def prefill(
     from interlock.bench.prompts import fresh_seed
     from interlock.bench.record import prefill_evidence
     from interlock.bench.tables import prefill_table
+    from interlock.launch import machine_facts
 
-    load = _begin(plot)
-    arms, facts = parse_arms(arm or [], ranks_per_gpu=ranks_per_gpu), _facts()
+    load = begin(plot)
+    arms, facts = parse_arms(arm or [], ranks_per_gpu=ranks_per_gpu), machine_facts()
     spec = PrefillSpec(
-        chunks=_integers("--chunk", chunk),
+        chunks=integers("--chunk", chunk),
         prompt_tokens=prompt_tokens,
         prompts=prompts,
         rounds=rounds,
@@ -135,10 +130,10 @@ def prefill(
     plans = plan_arms(arms, model, spec, facts)
     flat = {key_of(each, size): plan for each, by_chunk in plans.items() for size, plan in by_chunk.items()}
     keep = not one_at_a_time and fit_together(list(flat.values()), facts)
-    with ArmPool(flat, keep=keep) as pool, _progress(len(flat) * rounds) as tick:
+    with ArmPool(flat, keep=keep) as pool, progress(len(flat) * rounds) as tick:
         result = run_prefill(pool, plans, spec, tick)
     evidence = prefill_evidence(result, {each.name: each.text for each in arms}, facts)
-    _finish(prefill_table(result), evidence, out, name, plot, load)
+    finish(prefill_table(result), evidence, out, name, plot, load)
     return 0
 
 
@@ -185,8 +180,9 @@ def serve(
     from interlock.bench.serving.figures import Limits
     from interlock.bench.serving.run import ServeSpec, measure_server, read_prompts
     from interlock.bench.tables import serve_table
+    from interlock.launch import machine_facts
 
-    load = _begin(plot)
+    load = begin(plot)
     if endpoint not in ("chat", "completions"):
         raise Refusal(
             option="--endpoint",
@@ -212,14 +208,14 @@ def serve(
         limits=Limits(_seconds(ttft_limit), _seconds(tpot_limit), _seconds(latency_limit)),
         expect=_items(expect or []),
     )
-    with _progress(requests) as tick:
+    with progress(requests) as tick:
         key = os.environ.get("INTERLOCK_API_KEY")
         result = measure_server(spec, key, lambda exchange: tick(exchange.status))
-    evidence = serve_evidence(result, _facts(), "server", max_failures)
-    _finish(serve_table(result), evidence, out, name, plot, load)
+    evidence = serve_evidence(result, machine_facts(), "server", max_failures)
+    finish(serve_table(result), evidence, out, name, plot, load)
     if evidence.verdict == "invalid":
         share = result.figures.failure_rate
-        _console().print(f"invalid: {share:.1%} of the requests failed or did not complete")
+        console().print(f"invalid: {share:.1%} of the requests failed or did not complete")
         return 1
     return 0
 
@@ -255,9 +251,10 @@ def moe(
     """
     from interlock.bench.layer_run import LayerRun, layer_shape, measure_layer
     from interlock.bench.tables import layer_table
+    from interlock.launch import machine_facts
 
-    load = _begin(plot)
-    facts = _facts()
+    load = begin(plot)
+    facts = machine_facts()
     shape, facts_of_model = layer_shape(
         model,
         hidden=hidden,
@@ -269,7 +266,7 @@ def moe(
     )
     run = LayerRun(
         shape=shape,
-        tokens=_integers("--tokens", tokens),
+        tokens=integers("--tokens", tokens),
         runners=tuple(runner or ()),
         device=device,
         kernels=kernels,
@@ -278,9 +275,9 @@ def moe(
         rounds=rounds,
         seed=seed,
     )
-    with _progress(None) as tick:
+    with progress(None) as tick:
         points, limits, evidence = measure_layer(run, facts, facts_of_model, tick)
-    _finish(layer_table(points, limits), evidence, out, name, plot, load)
+    finish(layer_table(points, limits), evidence, out, name, plot, load)
     return 0
 
 
@@ -314,18 +311,19 @@ def a2a(
     from interlock.bench.a2a import A2ARun, arms_for, choose_gpus, run_a2a, shape_of
     from interlock.bench.parts_record import a2a_evidence
     from interlock.bench.tables import a2a_table
+    from interlock.launch import machine_facts
 
-    load = _begin(plot)
-    facts = _facts()
+    load = begin(plot)
+    facts = machine_facts()
     gpus = choose_gpus(device, ranks, ranks_per_gpu, facts)
     where = "cpu" if gpus is None else "cuda"
     shape = shape_of(where, hidden=hidden, experts=experts, top_k=top_k, dtype=dtype)
-    run = A2ARun(shape=shape, ranks=ranks, tokens=_integers("--tokens", tokens), rounds=rounds, gpus=gpus)
+    run = A2ARun(shape=shape, ranks=ranks, tokens=integers("--tokens", tokens), rounds=rounds, gpus=gpus)
     arms = arms_for(run, backend or [], facts)
-    with _progress(None) as tick:
+    with progress(None) as tick:
         tick(f"{len(arms)} arms over {ranks} ranks")
         points = run_a2a(arms, run)
-    _finish(a2a_table(points, ranks), a2a_evidence(points, run, facts), out, name, plot, load)
+    finish(a2a_table(points, ranks), a2a_evidence(points, run, facts), out, name, plot, load)
     return 0
 
 
@@ -363,7 +361,7 @@ def compare_runs(
         baseline, candidate, first_arm=names[0], second_arm=names[1], allow=frozenset(allow or ())
     )
     shown = tuple(pick_arms(e, n)[0].name for e, n in zip((baseline, candidate), names, strict=True))
-    _console().print(compare_table(comparison, (shown[0], shown[1])))
+    console().print(compare_table(comparison, (shown[0], shown[1])))
     ledger = [entry.evidence for entry in entries(default_folders()) if entry.evidence is not None]
     found = [
         text
@@ -371,50 +369,8 @@ def compare_runs(
         for text in objections(baseline, candidate, arm, ledger)
     ]
     for text in dict.fromkeys(found):
-        _console().print(f"{'rejected' if require_verified else 'note'}: {text}", soft_wrap=True)
+        console().print(f"{'rejected' if require_verified else 'note'}: {text}", soft_wrap=True)
     return 1 if found and require_verified else 0
-
-
-def _facts() -> MachineFacts:
-    from interlock.plan.facts import probe
-    from interlock.plan.join import Declarations
-
-    declared = Declarations.registered()
-    return probe(
-        packages=declared.packages(),
-        variables=declared.variables(),
-        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
-    )
-
-
-def _begin(plot: bool) -> str:
-    """Refuse what would fail at the end; returns a note on how busy the machine is before the run."""
-    if plot:
-        from interlock.bench.plots import require_matplotlib
-
-        require_matplotlib()
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    note = f"before the run the load average was {load:.1f} on {cores} CPUs"
-    if load > cores / 2:
-        note += ": the machine was busy, so look at the spread first"
-        _console(stderr=True).print(note, soft_wrap=True)
-    return note
-
-
-def _integers(flag: str, text: str) -> tuple[int, ...]:
-    """``"1,2,4"``, ascending and without repeats."""
-    try:
-        values = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        values = []
-    if not values or values[0] < 1:
-        raise Refusal(
-            option=flag,
-            given=text,
-            rule="needs whole numbers from 1, with commas",
-            alternatives=(f"{flag} 1,2,4",),
-        )
-    return tuple(values)
 
 
 def _items(texts: list[str]) -> dict[str, str]:
@@ -431,49 +387,3 @@ def _items(texts: list[str]) -> dict[str, str]:
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
-
-
-def _console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False, stderr=stderr)
-    return console if console.is_terminal else Console(width=180, highlight=False, stderr=stderr)
-
-
-@contextmanager
-def _progress(units: int | None) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error; the yielded function names each unit as it begins (or, in serve, ends)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("starting", total=units)
-
-        def tick(text: str) -> None:
-            progress.update(task, description=text, advance=1)
-
-        yield tick
-
-
-def _finish(
-    table: RenderableType, evidence: Evidence, out: Path | None, name: str | None, plot: bool, load: str
-) -> None:
-    """Show the table, write the evidence and the plots beside it."""
-    import msgspec
-
-    from interlock.evidence.ledger import write_evidence
-    from interlock.evidence.record import said_rehearsals
-
-    console = _console()
-    console.print(table)
-    for notice in said_rehearsals(evidence):
-        console.print(notice, soft_wrap=True)
-    evidence = msgspec.structs.replace(evidence, notes=(*evidence.notes, load))
-    path = write_evidence(evidence, out, name=name)
-    paths = [path]
-    if plot:
-        from interlock.bench.plots import plot as draw
-
-        paths += draw(evidence, path.with_suffix(""))
-    console.print("wrote " + ", ".join(map(str, paths)), soft_wrap=True)

@@ -113,19 +113,13 @@ def _verify(request: _Request) -> int:
     from rich.console import Console
 
     from interlock.evidence.ledger import write_evidence
-    from interlock.plan.facts import probe
-    from interlock.plan.join import Declarations
+    from interlock.launch import machine_facts
     from interlock.verify.html import page
     from interlock.verify.report import make_report, write_json
     from interlock.verify.run import Settings, verify
     from interlock.verify.terminal import render
 
-    declared = Declarations.registered()
-    facts = probe(
-        packages=declared.packages(),
-        variables=declared.variables(),
-        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
-    )
+    facts = machine_facts()
     candidate = _engine_side("candidate", request.model, request.candidate, facts)
     control, length = _control(request, facts)
     assert candidate.plan is not None, "the candidate is started here"

@@ -23,8 +23,11 @@ def plan_launch(model: str, options: Options, facts: MachineFacts | None = None)
         options = options.changed({"model": model})
     folder = shape_folder(model) or resolve_model(model, source=options.text("demo_source"))
     refuse_weights_of_shape(model, options)
+    facts = facts or machine_facts()
+    return resolve(options, read_model_card(folder), facts, model_path=folder)
+
+
+def machine_facts() -> MachineFacts:
+    """Facts of this machine, with whatever a declaration looks at."""
     declared = Declarations.registered()
-    facts = facts or probe(
-        packages=declared.packages(), libraries=declared.libraries(), variables=declared.variables()
-    )
-    return resolve(options, read_model_card(folder), facts, model_path=folder, declared=declared)
+    return probe(packages=declared.packages(), libraries=declared.libraries(), variables=declared.variables())

@@ -12,9 +12,12 @@ import pytest
 
 from interlock.errors import Refusal
 from interlock.kernels.availability import native_cpu_unavailable
+from interlock.launch import machine_facts, plan_launch
 from interlock.options import Options
+from interlock.plan import nvml
 from interlock.plan.explain import summary
 from interlock.plan.facts import Device, MachineFacts, load_facts, probe
+from interlock.plan.join import Declarations
 from interlock.plan.kernel_choice import ROW_INVARIANT
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.plan.nvml import _select
@@ -156,6 +159,20 @@ def test_facts_travel_as_json(tmp_path: Path) -> None:
 def test_probe_agrees_with_the_machine() -> None:
     facts = probe()
     assert facts.native_kernels_problem == native_cpu_unavailable()
+
+
+def test_every_way_to_a_plan_sees_the_devices_that_cuda_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(nvml, "nvidia_devices", lambda visible: seen.append(visible) or ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    given = {"load_format": "dummy", "num_hidden_layers": 1, "max_model_len": 256}
+    plan_launch("shape:qwen3-30b-a3b", Options.of(**given))
+    machine_facts()
+    assert seen == ["1", "1"]
+
+
+def test_the_facts_name_every_library_that_a_declaration_needs() -> None:
+    assert machine_facts().libraries.keys() == Declarations.registered().libraries()
 
 
 @pytest.mark.parametrize(

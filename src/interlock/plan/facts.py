@@ -65,15 +65,13 @@ def probe(
     packages: Iterable[str] = (),
     libraries: Iterable[str] = (),
     variables: Iterable[str] = (),
-    visible_devices: str | None = None,
 ) -> MachineFacts:
-    """Facts of this machine.
+    """Facts of this machine, of its GPUs those that ``CUDA_VISIBLE_DEVICES`` names.
 
     Args:
         packages: distribution names to look up beside the core ones.
         libraries: file names of shared libraries to try.
         variables: environment variables that packages read.
-        visible_devices: value of ``CUDA_VISIBLE_DEVICES``, or None.
     """
     from interlock.kernels.availability import native_cpu_unavailable
     from interlock.plan.nvml import nvidia_devices
@@ -86,7 +84,7 @@ def probe(
         cores=_cores(),
         memory_total=total,
         memory_available=available,
-        devices=nvidia_devices(visible_devices),
+        devices=nvidia_devices(os.environ.get("CUDA_VISIBLE_DEVICES")),
         packages=installed({*CORE_PACKAGES, *TRACING_PACKAGES, *packages}),
         native_kernels_problem=native_cpu_unavailable(),
         libraries={name: _loading(name) for name in sorted(libraries)},
