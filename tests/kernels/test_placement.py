@@ -136,30 +136,6 @@ def test_quantise_of_filled_rows(device, out_rows) -> None:
     assert relative(wide(values, flat)[filled], wide(*want)) < BOUND
 
 
-def test_padding_becomes_zero_beside_filled_rows_only(device) -> None:
-    """Entries of 4 rows; an empty one is left alone, since no product reads it."""
-    live = torch.tensor([3, 0, 4, 1], dtype=torch.int32, device=device)
-    kept = torch.tensor([0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12], device=device)
-    cleared = torch.tensor([3, 13, 14, 15], device=device)
-    rows = torch.randint(1, 120, (16, 1300), dtype=torch.uint8, device=device)
-    values = rows.clone().view(torch.float8_e4m3fn)
-    placed_rows.clear_padding(values, live, 4)
-    assert torch.equal(values.view(torch.uint8)[kept], rows[kept])
-    assert not values.view(torch.uint8)[cleared].any()
-
-
-def test_silu_clears_the_rows_that_it_does_not_fill(device, monkeypatch) -> None:
-    live = torch.tensor([1, 0, 3], dtype=torch.int32, device=device)
-    gate_up = torch.randn(12, 512, device=device).to(torch.bfloat16)
-    entries = placed_rows.Entries(live, 4, scale_entry_stride=4, scale_stride=12)
-    scales = torch.zeros(2, 12, device=device)
-    garbage = torch.full((12, 256), 5, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-    monkeypatch.setattr(torch, "empty", lambda *size, dtype, device: garbage)
-    act = placed_rows.silu_quantise(gate_up, entries, None, scales, clear=True).view(torch.uint8)
-    assert [bool((row == 0).all()) for row in act] == [r in (1, 2, 3, 11) for r in range(12)]
-    assert bool((act[4:8] == 5).all())
-
-
 @pytest.mark.parametrize("width", [3, 130])
 def test_slab_repack(device, width) -> None:
     ids = torch.tensor([[0], [2], [2], [0], [2], [3]], device=device)

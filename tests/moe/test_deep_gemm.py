@@ -18,9 +18,8 @@ from tests.moe.fake_deep_gemm import FakeModule
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: torch's CPU builds bring none")
 
-from interlock.kernels.triton import placed_rows  # noqa: E402
 from interlock.kernels.triton.compile_ahead import TritonCompiler  # noqa: E402
-from interlock.moe.experts.deep_gemm import RUNNER, pipeline  # noqa: E402
+from interlock.moe.experts.deep_gemm import RUNNER  # noqa: E402
 from interlock.moe.experts.deep_gemm.library import DeepGemm, load_deep_gemm  # noqa: E402
 from interlock.moe.experts.deep_gemm.runner import DeepGemmRunner  # noqa: E402
 from interlock.moe.experts.fastest_fp8.runner import FastestFp8Runner  # noqa: E402
@@ -121,26 +120,6 @@ def test_grouped_rows(library, layout, fp8, slab_rows) -> None:
         x, experts[:, None], weights[at][:, None], runner._tensors, rounds_gate_up=RUNNER.rounds_gate_up
     )[:, 0]
     assert relative(got, want) < BOUND
-
-
-@pytest.mark.gpu
-def test_padding_is_cleared_where_experts_have_many_rows(library, monkeypatch) -> None:
-    """Its results are the same: nobody reads what is computed of padding."""
-    runner, where = loaded(library)
-    ids, weights = random_routes(21, K, EXPERTS, device=where, unused=0.3)
-    x = torch.randn(21, HIDDEN, device=where).to(BF16)
-    rows = ReplicatedRows(x, ids, weights)
-    kept = runner.run_summed(rows, torch.float32)
-    cleared = []
-    clear = placed_rows.clear_padding
-    monkeypatch.setattr(
-        placed_rows, "clear_padding", lambda *given: (cleared.append(given[2]), clear(*given))
-    )
-    assert torch.equal(runner.run_summed(rows, torch.float32), kept)
-    assert cleared == []
-    monkeypatch.setattr(pipeline, "CLEARED_FROM", 1)
-    assert torch.equal(runner.run_summed(rows, torch.float32), kept)
-    assert cleared == [128]
 
 
 @pytest.mark.gpu

@@ -20,8 +20,8 @@ from interlock.kernels.triton.placement import Places, max_aligned_rows
 from interlock.kernels.triton.row_blocks import int32_arrays, part_of_chunk, power_of_two
 
 GROUPS_A_PROGRAM = 8
-COUNTED_CHUNK = 1 << 30
-"""Lanes of a chunk from which ranks come from counts, not comparisons (meant for 1,024, not timed yet)."""
+COUNTED_CHUNK = 1024
+"""Lanes of a chunk from which ranks come from counts, not comparisons."""
 PROGRAMS = 132 * 32
 """Enough programs to fill the card; more only walk over empty rows."""
 
@@ -145,19 +145,13 @@ def gather_lanes(rows: torch.Tensor, of_lane: torch.Tensor, weights: torch.Tenso
 
 
 def silu_quantise(
-    gate_up: torch.Tensor,
-    entries: Entries,
-    weights: torch.Tensor | None,
-    scales: torch.Tensor,
-    *,
-    clear: bool = False,
+    gate_up: torch.Tensor, entries: Entries, weights: torch.Tensor | None, scales: torch.Tensor
 ) -> torch.Tensor:
     """gate_up [R, 2i] -> e4m3 [R, i], and its ``scales`` filled in; see ``reference_silu_quantise``.
 
     Args:
         weights: float32 [R], multiplied into the scales.
         scales: float32, laid out as ``entries`` says.
-        clear: rows that are not filled, of entries that are not empty, become zero; else they are undefined.
     """
     rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
     act = torch.empty(rows, inter, dtype=torch.float8_e4m3fn, device=gate_up.device)
@@ -165,19 +159,9 @@ def silu_quantise(
     placement_kernels.silu_quantise_rows_kernel[(len(entries.live), entries.workers, parts)](
         gate_up, entries.live, weights, act, scales, entries.rows, entries.scale_entry_stride,
         entries.scale_stride, inter=inter, groups=GROUPS_A_PROGRAM, has_weights=weights is not None,
-        clear=clear, num_warps=4,
+        num_warps=4,
     )  # fmt: skip
     return act
-
-
-def clear_padding(values: torch.Tensor, live: torch.Tensor, entry_rows: int) -> None:
-    """values [R, c] of one byte each: rows that are not filled become zero in entries that are not empty."""
-    flat, width = values.view(torch.uint8), values.shape[1]
-    block = min(1024, power_of_two(width))
-    workers = max(1, min(entry_rows, PROGRAMS // max(1, len(live))))
-    placement_kernels.clear_padding_kernel[(len(live), workers, -(-width // block))](
-        flat, live, entry_rows, width=width, block=block, num_warps=4
-    )
 
 
 def quantise_entries(

@@ -139,10 +139,9 @@ def gather_lanes_kernel(
 @triton.jit(do_not_specialize=["entry_rows"])
 def silu_quantise_rows_kernel(
     gate_up, live, weights, act, act_scales, entry_rows, scale_entry_stride, scale_stride,
-    inter: tl.constexpr, groups: tl.constexpr, has_weights: tl.constexpr, clear: tl.constexpr,
+    inter: tl.constexpr, groups: tl.constexpr, has_weights: tl.constexpr,
 ):  # fmt: skip
     """act[r], act_scales of r = quantised silu(gate) * up of every filled row r; weights go into the scales.
-    ``clear``: act is zero in the other rows of entries that are not empty.
 
     Program (entry, worker, groups of 128 channels). The scale of row j of an entry and group c lies at
     entry * scale_entry_stride + c * scale_stride + j.
@@ -163,25 +162,6 @@ def silu_quantise_rows_kernel(
             scale *= tl.load(weights + row)
         at = act_scales + entry * scale_entry_stride + group.to(tl.int64) * scale_stride + j
         tl.store(at, scale, mask=group * 128 < inter)
-    if clear:
-        clear_rows(act, entry, entry_rows, filled, inter, column, inside)
-
-
-@triton.jit
-def clear_rows(out, entry, entry_rows, filled, width, column, inside):
-    """Zeros behind the filled rows of an entry, unless it is empty; this program's share of them."""
-    zeros = tl.zeros(column.shape, tl.float32).to(out.dtype.element_ty)
-    end = tl.where(filled > 0, entry_rows, filled)
-    for j in range(filled + tl.program_id(1), end, tl.num_programs(1)):
-        tl.store(out + (entry * entry_rows + j) * width + column, zeros, mask=inside)
-
-
-@triton.jit(do_not_specialize=["entry_rows"])
-def clear_padding_kernel(out, live, entry_rows, width: tl.constexpr, block: tl.constexpr):
-    """Program (entry, worker, block of channels)."""
-    column = tl.program_id(2) * block + tl.arange(0, block)
-    entry = tl.program_id(0).to(tl.int64)
-    clear_rows(out, entry, entry_rows, tl.load(live + entry), width, column, column < width)
 
 
 @triton.jit(do_not_specialize=["entry_rows", "out_entry_rows"])

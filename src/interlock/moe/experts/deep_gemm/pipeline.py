@@ -34,11 +34,6 @@ SLAB_FILL = 32
 """One row of a slab in so many is filled when routing is uniform (E / k of MiMo-V2 and DeepSeek-V3)."""
 
 
-CLEARED_FROM = 256
-"""Rows an expert, padding included, from which padding is cleared: the products are bound by the card's power
-then, and multiplying zeros takes little of it. Below, they wait for weights, and clearing costs time."""
-
-
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """The experts of one layer: the library and their weights."""
@@ -72,12 +67,7 @@ class Pipeline:
             values, scales = quantise_to_places(rows.rows, places.of_lane, places.rows)
         else:
             values, scales = placed_rows.scatter_rows(rows.rows, rows.scales, places.of_lane, places.rows)
-        if self._clears(places.rows):
-            placed_rows.clear_padding(values, places.live, ALIGNMENT)
         return self._products(values, scales, places.psum, places.live, None), places
-
-    def _clears(self, rows: int) -> bool:
-        return rows >= CLEARED_FROM * self.experts.down.shape[0]
 
     def products_alone(self, rows: ReplicatedRows) -> Callable[[], torch.Tensor]:
         """A call that repeats only the two products, on rows that are quantised and placed now."""
@@ -102,8 +92,6 @@ class Pipeline:
         if rows.scales is None:
             scales = torch.empty(values.shape[1] // GROUP, total, dtype=torch.float32, device=values.device)
             values = placed_rows.quantise_entries(values, _aligned_entries(live, total), scales)
-            if self._clears(total):
-                placed_rows.clear_padding(values, live, ALIGNMENT)
         else:
             scales = rows.scales.T.contiguous()
         return self._products(values, scales, rows.psum, live, rows.weights)
@@ -121,8 +109,7 @@ class Pipeline:
         gate_up = self.library.contiguous(values, scales, self.experts.gate_up, gate_up_scales, psum)
         inter = self.experts.down.shape[2]
         act_scales = torch.empty(inter // GROUP, total, dtype=torch.float32, device=values.device)
-        entries = _aligned_entries(live, total)
-        act = placed_rows.silu_quantise(gate_up, entries, weights, act_scales, clear=self._clears(total))
+        act = placed_rows.silu_quantise(gate_up, _aligned_entries(live, total), weights, act_scales)
         del gate_up
         return self.library.contiguous(act, act_scales, self.experts.down, down_scales, psum)
 
@@ -154,7 +141,7 @@ class Pipeline:
             act.view(experts, padded, inter), act_scales, self.experts.down, down_scales, live, expected,
             rows.results if padded == slab_rows else None,
         )  # fmt: skip
-        return out[:, :slab_rows].contiguous()
+        return out if padded == slab_rows else out[:, :slab_rows].contiguous()
 
 
 def _multiply_nothing(library: DeepGemm, weight: torch.Tensor, weight_scales: torch.Tensor) -> None:
