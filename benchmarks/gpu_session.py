@@ -6,20 +6,16 @@
 Stages: ``tests`` (the GPU suite), ``layers`` (every fp8 runner checked and timed, and the table of which is
 fastest), ``deep-gemm`` (its products alone), ``profile`` (kernels of one layer), ``bench-flash`` and
 ``bench-pro`` (the layer tables of ``interlock bench moe``), ``tune`` (launch parameters of our kernels).
-What a stage prints is kept in ``<out>/<stage>.txt``; here only its end is shown.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
-SHOWN = 3300
-"""Characters of a stage that are shown."""
+from stages import Stage, add_arguments, chosen, run_stages
+
 ALL_TOKENS = "1,8,32,64,128,256,512,1024,2048,4096,8192,16384"
 SHARED = ["--expert-width", "2048", "--top-k", "8", "--dtype", "bfloat16"]
 FLASH = [*SHARED, "--hidden", "4096", "--experts", "256"]
@@ -29,15 +25,6 @@ TESTS = [
     "tests/kernels", "tests/moe/test_device_routing.py", "tests/moe/test_deep_gemm.py",
     "tests/moe/test_triton_runner_gpu.py", "tests/moe/test_layer_gpu.py",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A command, and the seconds it may take."""
-
-    name: str
-    limit: int
-    command: list[str]
 
 
 def stages(out: Path) -> list[Stage]:
@@ -72,46 +59,13 @@ def has(module: str) -> bool:
     return find_spec(module) is not None
 
 
-def run(stage: Stage, out: Path, limit: int) -> None:
-    """Run one stage within its limit, and what is left of the whole; show the end of what it printed."""
-    log = out / f"{stage.name}.txt"
-    start = time.monotonic()
-    with log.open("w", encoding="utf-8") as file:
-        try:
-            code: int | str = subprocess.run(
-                stage.command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=min(stage.limit, limit),
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = "out of time"
-    text = log.read_text(encoding="utf-8", errors="replace")
-    print(f"== {stage.name}: {code} after {time.monotonic() - start:.0f} s", flush=True)
-    print(text[-SHOWN:].strip(), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stages", nargs="+", default=["tests", "layers", "profile"])
-    parser.add_argument("--limit", type=int, default=540, help="seconds for all of them")
+    add_arguments(parser, default=["tests", "layers", "profile"])
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    known = {stage.name: stage for stage in stages(options.out)}
-    unknown = [name for name in options.stages if name not in known]
-    if unknown:
-        parser.error(f"no stage {', '.join(unknown)}; stages: {', '.join(known)}")
-    end = time.monotonic() + options.limit
-    for name in options.stages:
-        left = int(end - time.monotonic())
-        if left < 10:
-            print(f"== {name}: no time left", flush=True)
-            continue
-        run(known[name], options.out, left)
+    run_stages(chosen(parser, options.stages, stages(options.out)), options.out, options.limit)
 
 
 if __name__ == "__main__":
