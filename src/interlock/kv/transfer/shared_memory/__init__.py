@@ -12,6 +12,7 @@ BACKEND = TransferBackend(
     spans_hosts=False,
     sender="interlock.kv.transfer.shared_memory.pools:SharedSender",
     receiver="interlock.kv.transfer.shared_memory.pools:SharedReceiver",
-    limits="both servers must run as one user in one process namespace; pages of a GPU: no recorded run",
+    limits="both servers must run as one user in one process namespace; pages of a GPU: run on one H200, "
+    "a pair with eager decode steps; with decode graphs: no recorded run",
     priority=10,
 )
