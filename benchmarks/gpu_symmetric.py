@@ -24,7 +24,7 @@ import torch
 from interlock.kernels.triton.kernels import TritonKernels
 from interlock.moe.a2a.base import BufferShape
 from interlock.moe.a2a.symmetric.exchange import NOTICE_WORDS, Exchange
-from interlock.moe.a2a.symmetric.pulled import PulledExchange
+from interlock.moe.a2a.symmetric.pulled import PROGRAMS_AN_SM, PulledExchange
 from interlock.moe.a2a.symmetric.shape import RegionShape, power_of_two
 from interlock.moe.placement import place
 from interlock.moe.terms import Layout, Phase
@@ -70,7 +70,12 @@ def region_shape(args: argparse.Namespace) -> RegionShape:
     )
 
 
-def build(args: argparse.Namespace, sharing: int | None = None) -> list[Rank]:
+def waiting(ranks: int) -> int:
+    """Programs that may wait of each of ``ranks`` ranks that share this card with nobody else."""
+    return torch.cuda.get_device_properties(0).multi_processor_count * PROGRAMS_AN_SM // ranks
+
+
+def build(args: argparse.Namespace) -> list[Rank]:
     shape = region_shape(args)
     experts = place(args.experts, args.ranks)
     device = torch.device("cuda", 0)
@@ -84,7 +89,7 @@ def build(args: argparse.Namespace, sharing: int | None = None) -> list[Rank]:
         notice = torch.zeros(NOTICE_WORDS, dtype=torch.int64, pin_memory=True)
         exchange = Exchange(shape, experts, rank, region, addresses, notice, LIMIT_NS)
         stamps = torch.zeros(2, STEPS, 1024, 2, dtype=torch.int64, device=device)
-        pulled = PulledExchange(exchange, sharing or args.ranks, stamps)
+        pulled = PulledExchange(exchange, waiting(args.ranks), stamps)
         slab = pulled.result_slab
         if not few(args):
             slab = torch.zeros(shape.slab_rows, args.hidden // 2, dtype=torch.int32, device=device)
@@ -220,13 +225,9 @@ def stamped(ranks: list[Rank], args: argparse.Namespace, last: int) -> dict[str,
         for rank in ranks:
             epoch = int(rank.exchange.state[0])
             steps = [(epoch - back) % STEPS for back in range(last - 1, -1, -1)]
-            programs = rank.pulled.programs[index]
-            flat = rank.stamps[index].flatten()[: STEPS * programs * 2] if index == 0 else None
-            if flat is None:
-                block = min(8192 // 2, power_of_two(args.hidden))
-                programs = min(programs, args.tokens * -(-args.hidden // block))
-                flat = rank.stamps[index].flatten()[: STEPS * programs * 2]
-            table = flat.view(STEPS, programs, 2)[steps].double()
+            programs = rank.pulled.programs((args.tokens, args.hidden), 2)[index]
+            flat = rank.stamps[index].flatten()[: STEPS * programs * 2]
+            table = flat.view(STEPS, programs, 2)[steps]
             begins.append(table[..., 0].amin(1))
             spans.append(table[..., 1].amax(1) - begins[-1])
         span = torch.stack(spans) / 1e3
@@ -248,7 +249,7 @@ def alone(ranks: list[Rank], args: argparse.Namespace, sharing: int) -> dict[str
     shape = rank.exchange.shape
     for name in ("flags", "published"):
         rank.exchange.section(name, torch.int32).fill_(int(rank.exchange.state[0]) + 1_000_000)
-    rank.pulled = PulledExchange(rank.exchange, sharing, rank.stamps)
+    rank.pulled = PulledExchange(rank.exchange, waiting(sharing), rank.stamps)
     assert shape.few_tokens
     measure([rank], lambda rank: both(rank, args), args.repeats, args.rounds)
     return stamped([rank], args, min(args.repeats, STEPS) - 2)
@@ -275,7 +276,7 @@ def few_report(ranks: list[Rank], args: argparse.Namespace) -> dict[str, object]
     two = median(measure(ranks, lambda rank: both(rank, args), args.repeats, args.rounds))
     report: dict[str, object] = {
         "both_us": round(two, 1),
-        "programs": ranks[0].pulled.programs,
+        "programs": ranks[0].pulled.programs((args.tokens, args.hidden), 2),
         "together": stamped(ranks, args, min(args.repeats, STEPS) - 4),
         **floors(args),
     }

@@ -41,12 +41,14 @@ def spec_for(groups: Groups, timeout: float = 60.0) -> DispatcherSpec:
         kernels=get_kernels("torch", threads=1),
         alignment=8,
         timeout=timeout,
+        ranks_per_gpu=groups.ep.size,
     )
 
 
 def conformance(groups: Groups, cases: int, seed: int) -> RankFindings:
     os.environ.update(ENVIRONMENT)
-    return run_backend_suite(BACKEND, groups, device="cuda", cases=cases, seed=seed)
+    ranks = groups.ep.size
+    return run_backend_suite(BACKEND, groups, device="cuda", cases=cases, seed=seed, ranks_per_gpu=ranks)
 
 
 def bytes_allocated(groups: Groups) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from interlock.moe.terms import Layout, Phase
 
 LOOKS = 3
 """How often a flag is looked at before its owner is late."""
+WAITING = 6
 
 
 def shape_of(setting: Setting) -> BufferShape:
@@ -66,7 +67,7 @@ class Simulated:
             Exchange(shape, experts, rank, regions[rank], addresses, notices[rank], LOOKS)
             for rank in range(setting.ranks)
         ]
-        return Simulated(setting, exchanges, [PulledExchange(each) for each in exchanges], raw)
+        return Simulated(setting, exchanges, [PulledExchange(each, WAITING) for each in exchanges], raw)
 
     def dispatch(self, case: Case, phase: Phase) -> list[tuple[MaskedRows | ContiguousRows, Arrived]]:
         """What every rank received."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,8 @@ def few_programs():
         patch.setattr(exchange, "ROW_WORKERS", 6)
         patch.setattr(exchange, "RETURN_WORKERS", 24)
         patch.setattr(exchange, "LEAST_CHUNK", 16)
-        patch.setattr(pulled, "WAITING_PROGRAMS", 6)
+        patch.setattr(pulled, "TAKING_PROGRAMS", 6)
+        patch.setattr(pulled, "PUBLISHERS", 4)
         patch.setattr(pulled, "COPY_WORKERS", 6)
         patch.setattr(pulled, "SCAN", 32)
         yield
@@ -154,7 +156,7 @@ def test_an_expert_that_does_not_exist_is_named_of_few_tokens(expert: int) -> No
     assert first.notice.tolist()[1] == 3
     assert first.notice.tolist()[3] == expert
     flags = simulated.exchanges[1].section("published", torch.int32)
-    assert not bool(flags[: simulated.pulled[0]._publishers].all())
+    assert not bool(flags[: pulled.PUBLISHERS].all())
 
 
 def test_more_rows_than_a_slab_holds_are_not_written() -> None:
@@ -263,7 +265,11 @@ def test_rows_beyond_the_memory_are_not_written() -> None:
 
 
 def test_the_dispatcher_of_one_rank_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole suite, misuse and receipts included, with the device's clock and events taken away."""
+    """The whole suite, misuse and receipts included, with the device's clock and events taken away.
+
+    The interpreter runs the programs of a launch one after the other, so that it would stand still if one of
+    them waited for a later one: with ranks that share a GPU none does.
+    """
     plain_zeros = torch.zeros
 
     def zeros(*size: object, pin_memory: bool = False, **options: object) -> torch.Tensor:
@@ -277,7 +283,7 @@ def test_the_dispatcher_of_one_rank_conforms(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dispatcher, "_indexed", lambda device: device)
     on_cpu = replace(BACKEND, devices=frozenset({"cpu"}), packages=())
     monkeypatch.setattr(dispatcher, "BACKEND", on_cpu)
-    monkeypatch.setattr(pulled, "WAITING_PROGRAMS", 1)  # one after the other, none could wait for a later one
+    monkeypatch.setattr(dispatcher, "_multiprocessors", lambda device: 100)
     combine = pulled.PulledExchange.combine
 
     def rounded(self: pulled.PulledExchange, results: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -285,10 +291,63 @@ def test_the_dispatcher_of_one_rank_conforms(monkeypatch: pytest.MonkeyPatch) ->
         return combine(self, results, *rest, out_dtype=torch.float32).to(results.dtype)
 
     monkeypatch.setattr(pulled.PulledExchange, "combine", rounded)
-    found = run_backend_suite(on_cpu, Groups.single(), device="cpu", cases=16, seed=2)
+    found = run_backend_suite(on_cpu, Groups.single(), device="cpu", cases=16, seed=2, ranks_per_gpu=2)
     assert found.failures == []
     assert found.cases == 16
     assert {"contiguous", "masked"} <= set(found.coverage)
+
+
+def launches_of_a_step(monkeypatch: pytest.MonkeyPatch, waiting: int) -> list[tuple[str, int, bool]]:
+    """Name, programs, and whether they wait for peers, of a dispatch and combine of few tokens."""
+    launched: list[tuple[str, int, bool]] = []
+
+    class Recorded:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*_: object, **options: object) -> None:
+                raises = bool(options.get("publishes") or options.get("signals"))
+                alone = self.name in ("meet_kernel", "await_routes_kernel")
+                waits = alone or (raises and bool(options.get("takes")))
+                launched.append((self.name, prod(grid), waits))
+
+            return launch
+
+    for name in [name for name in vars(pulled.pulled_kernels) if name.endswith("_kernel")]:
+        monkeypatch.setattr(pulled.pulled_kernels, name, Recorded(name))
+    wide = replace(PLAIN, num_experts=24, top_k=8, capacity=((Phase.PREFILL, 64), (Phase.DECODE, 64)))
+    few = pulled.PulledExchange(Simulated.of(wide).exchanges[0], waiting)
+    x, ids = torch.zeros(64, 16).bfloat16(), torch.zeros(64, 8, dtype=torch.int64)
+    arrived = few.dispatch(x, None, ids, torch.zeros(64, 8), 192)
+    few.combine(few.result_slab.view(torch.bfloat16), ids, arrived, 192)
+    return launched
+
+
+def test_ranks_that_share_a_gpu_wait_in_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ranks and jobs share it: those who wait leave room for those who are waited for."""
+    monkeypatch.setattr(pulled, "TAKING_PROGRAMS", 256)
+    launched = launches_of_a_step(monkeypatch, pulled.waiting_programs(132, ranks_per_gpu=2))
+    assert [name for name, _, _ in launched] == [
+        "dispatch_kernel", "await_routes_kernel", "dispatch_kernel", "meet_kernel", "combine_kernel",
+    ]  # fmt: skip
+    assert all(programs == 1 for _, programs, waits in launched if waits)
+    assert {programs for _, programs, waits in launched if not waits} == {256, 64}
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 16, 40, 132])
+def test_a_rank_of_its_own_gpu_waits_in_no_more_programs_than_fit(
+    multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulled, "TAKING_PROGRAMS", 256)
+    waiting = pulled.waiting_programs(multiprocessors, ranks_per_gpu=1)
+    launched = launches_of_a_step(monkeypatch, waiting)
+    assert [(name, waits) for name, _, waits in launched] == [
+        ("dispatch_kernel", True), ("combine_kernel", True),
+    ]  # fmt: skip
+    registers = pulled.REGISTERS * pulled.WARPS * 32
+    assert all(programs <= waiting for _, programs, _ in launched)
+    assert waiting * registers <= multiprocessors * 65536
 
 
 def test_few_kernels_are_compiled_whatever_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,6 +383,6 @@ def test_few_kernels_are_compiled_whatever_the_number_of_tokens(monkeypatch: pyt
     assert set(variants) == {
         *("count_kernel", "exchange_kernel", "target_kernel"),
         *("send_rows_kernel", "return_rows_kernel"),
-        *("dispatch_kernel", "combine_kernel", "copy_results_kernel", "settle_kernel"),
+        *("dispatch_kernel", "combine_kernel", "copy_results_kernel", "meet_kernel"),
     }
     assert sum(len(each) for each in variants.values()) <= 14

@@ -1,5 +1,5 @@
-"""Backend ``symmetric``: one NVLink domain, or one GPU. Ranks write rows straight into each other's memory
-(torch symmetric memory) with Triton kernels; counters and flags there, not collectives, say what arrived."""
+"""Backend ``symmetric``: one NVLink domain, or one GPU. Ranks write rows straight into each other's memory, or
+read them there (torch symmetric memory), with Triton kernels; flags there, not collectives, say what came."""
 
 from interlock.moe.a2a.base import A2ABackend
 from interlock.moe.a2a.symmetric.shape import buffer_bytes
@@ -7,7 +7,7 @@ from interlock.moe.terms import Layout, Phase
 
 BACKEND = A2ABackend(
     name="symmetric",
-    summary="one NVLink domain: Triton kernels write into peers' memory, no collective in a step",
+    summary="one NVLink domain: Triton kernels in peers' memory, no collective in a step",
     layouts={phase: frozenset({Layout.CONTIGUOUS, Layout.MASKED}) for phase in Phase},
     row_dtypes=frozenset({"float32", "bfloat16", "fp8"}),
     devices=frozenset({"cuda"}),
@@ -20,7 +20,7 @@ BACKEND = A2ABackend(
     min_capability=(8, 0),
     uneven_graphs=True,
     priority=10,
-    never_run="an engine on GPUs (the exchange alone ran there, with 2 and 4 ranks)",
+    never_run="an engine on GPUs, and decode with ranks as processes (they ran as streams of one)",
     buffer_bytes=buffer_bytes,
     dispatcher="interlock.moe.a2a.symmetric.dispatcher:Symmetric",
 )

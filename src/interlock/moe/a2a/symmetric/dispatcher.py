@@ -24,7 +24,7 @@ from interlock.moe.a2a.symmetric import BACKEND
 from interlock.moe.a2a.symmetric.exchange import NOTICE_WORDS, Arrived, Exchange
 from interlock.moe.a2a.symmetric.memory import share_region
 from interlock.moe.a2a.symmetric.notice import problem
-from interlock.moe.a2a.symmetric.pulled import PulledExchange
+from interlock.moe.a2a.symmetric.pulled import PulledExchange, waiting_programs
 from interlock.moe.a2a.symmetric.shape import RegionShape
 from interlock.moe.a2a.symmetric.views import contiguous_rows, masked_rows
 from interlock.moe.terms import Layout, Phase
@@ -60,7 +60,8 @@ class Symmetric(CheckedDispatcher):
             self._notice,
             int(spec.timeout * 1e9),
         )
-        self._pulled = PulledExchange(self._exchange, spec.ranks_per_gpu)
+        waiting = waiting_programs(_multiprocessors(spec.device), spec.ranks_per_gpu)
+        self._pulled = PulledExchange(self._exchange, waiting)
         private = self._exchange.private_bytes + self._pulled.private_bytes
         self.buffer_bytes = self._region.own.nbytes + private
         self._slab_results = self._pulled.result_slab.view(spec.dtype)
@@ -143,6 +144,10 @@ class Symmetric(CheckedDispatcher):
 
 def _indexed(device: torch.device) -> torch.device:
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _rehearsed(lanes: int, alignment: int) -> int:

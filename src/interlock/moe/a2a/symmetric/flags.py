@@ -1,8 +1,8 @@
 """How ranks wait for each other on the device: flags in each other's memory, and an error instead of a hang.
 
 A flag holds the number of the last step (*epoch*) in which its owner reached the stage. Epochs are counted in
-device memory, so a captured graph goes on counting. One program of a launch waits, or a bounded number: the
-ranks of one GPU must not fill it with waiting programs, or the one that they wait for would find no room.
+device memory, so a captured graph goes on counting. Where ranks share a GPU one program of a launch waits:
+they must not fill it with waiting programs, or the one that they wait for would find no room.
 
 State int32: epoch, tickets of rows, tickets of results, failed, tickets of a dispatch. Notice int64 (host
 memory that the device writes): code, rank (or token), epoch, nanoseconds waited (or expert), rows received.
@@ -19,7 +19,6 @@ from triton.language.extra.cuda import globaltimer
 FLAGS = tl.constexpr(0)
 FLAG_WORDS = tl.constexpr(32)
 COUNTS_STAGE, ROWS_STAGE, RESULTS_STAGE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-RELEASED_STAGE = tl.constexpr(3)
 EPOCH, FAILED = tl.constexpr(0), tl.constexpr(3)
 CODE, RANK, STEP, WAITED, TOTAL = (
     tl.constexpr(0),
@@ -30,8 +29,6 @@ CODE, RANK, STEP, WAITED, TOTAL = (
 )
 BAD_ID, OVERFLOW = tl.constexpr(4), tl.constexpr(5)
 """Codes of a notice; 1 + stage is the code of a peer that came too late."""
-LATE_RELEASE = tl.constexpr(7)
-"""Code of a peer that did not give up on a dispatch that this rank gave up on."""
 
 
 @triton.jit
@@ -135,20 +132,20 @@ def wait_for(
 
 
 @triton.jit
-def settle(
-    peers, rank, ranks, state, notice, limit,
+def meet(
+    peers, rank, ranks, state, notice, limit, stage: tl.constexpr, code: tl.constexpr,
     width: tl.constexpr, signals: tl.constexpr, waits: tl.constexpr, clocked: tl.constexpr,
 ):  # fmt: skip
-    """Tell every rank that a dispatch was given up, and wait until all have."""
+    """Tell every rank that this one has reached a stage, and wait until all have."""
     epoch, failed = tl.load(state + EPOCH), tl.load(state + FAILED)
     if signals:
-        signal(peers, rank, ranks, RELEASED_STAGE, epoch, failed, width)
+        signal(peers, rank, ranks, stage, epoch, failed, width)
     if waits:
         peer = tl.arange(0, width)
         mine = peer < ranks
         base = address_of(peers, FLAGS, ranks, rank).to(tl.pointer_type(tl.int32))
-        where = base + (RELEASED_STAGE * ranks + tl.where(mine, peer, 0)) * FLAG_WORDS
-        wait_for(where, peer, mine, LATE_RELEASE, epoch, state, notice, limit, failed, width, clocked)
+        where = base + (stage * ranks + tl.where(mine, peer, 0)) * FLAG_WORDS
+        wait_for(where, peer, mine, code, epoch, state, notice, limit, failed, width, clocked)
 
 
 @triton.jit

@@ -5,7 +5,8 @@ raises flags. From everybody's routes a rank knows which rows its experts get, i
 from where they were published. Combine: the rank of a token reads the results of its lanes where the experts'
 ranks left them, adds them in lane order in float32 and rounds once.
 
-All programs of a launch wait for the flags, so their number is bounded: see ``pulled.WAITING_PROGRAMS``.
+All programs of these launches wait for the flags, so their number is bounded. Where ranks share a GPU they
+are cut in halves with a launch of one program between, which waits for all: see ``pulled.waiting_programs``.
 
 Legend: R ranks, k lanes a token, T capacity, L experts of this rank, M rows of an expert's slab, P programs
 that publish. A lane is numbered ``source rank * T * k + token * k + slot``.
@@ -29,7 +30,7 @@ from interlock.moe.a2a.symmetric.flags import (
     RESULTS_STAGE,
     address_of,
     fail,
-    settle,
+    meet,
     signal,
     wait_for,
 )
@@ -127,6 +128,21 @@ def _publish(
 
 
 @triton.jit
+def _await_routes(
+    peers, rank, ranks, epoch, state, notice, limit, failed,
+    publishers: tl.constexpr, width: tl.constexpr, clocked: tl.constexpr,
+):  # fmt: skip
+    """Return when every program of every rank has published: 0, or 1 if one did not in time."""
+    word = tl.arange(0, width * publishers)
+    mine = word < ranks * publishers
+    flags = address_of(peers, PUBLISHED, ranks, rank).to(tl.pointer_type(tl.int32))
+    return wait_for(
+        flags + tl.where(mine, word, 0), word // publishers, mine, LATE_ROUTES, epoch, state, notice, limit,
+        failed, width, clocked,
+    )  # fmt: skip
+
+
+@triton.jit
 def _list_rows(
     peers, rows, state, notice, rank, ranks, expert, slab_rows,
     span: tl.constexpr, scan: tl.constexpr,
@@ -205,7 +221,7 @@ def dispatch_kernel(
         ids int64 [n, k], weights float32 [n, k]; counts, psum int32 [L], written.
         lists: int32 [L, M], scratch.
         row_quads, quads: 16-byte pieces between rows of x, and of a row.
-        publishes, takes: the halves, for a test that runs all ranks in one thread.
+        publishes, takes: the halves. All that a program publishes it does before it waits.
     """
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     programs = tl.num_programs(0) * tl.num_programs(1)
@@ -226,13 +242,9 @@ def dispatch_kernel(
             tl.store(state + TICKETS, 0)
             tl.store(state + EPOCH, epoch)
     if takes:
-        word = tl.arange(0, width * publishers)
-        mine = word < ranks * publishers
-        flags = address_of(peers, PUBLISHED, ranks, rank).to(tl.pointer_type(tl.int32))
-        failed = wait_for(
-            flags + tl.where(mine, word, 0), word // publishers, mine, LATE_ROUTES, epoch, state, notice,
-            limit, failed, width, clocked,
-        )  # fmt: skip
+        failed = _await_routes(
+            peers, rank, ranks, epoch, state, notice, limit, failed, publishers, width, clocked
+        )
         for local in range(tl.program_id(0), local_experts, tl.num_programs(0)):
             rows = lists + local * slab_rows
             count = tl.zeros([], tl.int32)
@@ -259,7 +271,7 @@ def combine_kernel(
     """out [n, h]: sums of the results that lie in the result slabs of the ranks of ``ids`` [n, k].
 
     owners int32 [E]; own_slab: of the dtype of results. Program: walks over (token, block of h). ``signals``,
-    ``takes``: halves for tests.
+    ``takes``: the halves.
     """
     epoch = tl.load(state + EPOCH)
     failed = tl.load(state + FAILED)
@@ -313,9 +325,19 @@ def copy_results_kernel(results, slab, counts, slab_rows, quads, tile: tl.conste
 
 
 @triton.jit(do_not_specialize=["rank", "ranks", "limit"])
-def settle_kernel(
-    peers, state, notice, rank, ranks, limit,
+def meet_kernel(
+    peers, state, notice, rank, ranks, limit, stage: tl.constexpr, code: tl.constexpr,
     width: tl.constexpr, signals: tl.constexpr, waits: tl.constexpr, clocked: tl.constexpr,
 ):  # fmt: skip
-    """One program: all ranks gave up on a dispatch; return when none of them uses its rows any more."""
-    settle(peers, rank, ranks, state, notice, limit, width, signals, waits, clocked)
+    """One program: raise this rank's flag of a stage, and return when all ranks have raised theirs."""
+    meet(peers, rank, ranks, state, notice, limit, stage, code, width, signals, waits, clocked)
+
+
+@triton.jit(do_not_specialize=["rank", "ranks", "limit"])
+def await_routes_kernel(
+    peers, state, notice, rank, ranks, limit,
+    publishers: tl.constexpr, width: tl.constexpr, clocked: tl.constexpr,
+):  # fmt: skip
+    """One program: return when all ranks have published."""
+    epoch, failed = tl.load(state + EPOCH), tl.load(state + FAILED)
+    _await_routes(peers, rank, ranks, epoch, state, notice, limit, failed, publishers, width, clocked)
