@@ -1,5 +1,5 @@
-"""Backend ``symmetric``: one NVLink domain, or one GPU. Ranks write rows straight into each other's memory, or
-read them there (torch symmetric memory), with Triton kernels; flags there, not collectives, say what came."""
+"""Backend ``symmetric``: one NVLink domain, or one GPU. Ranks write into each other's memory and read there
+(torch symmetric memory) with Triton kernels; flags there, not collectives, say what has come."""
 
 from interlock.moe.a2a.base import A2ABackend
 from interlock.moe.a2a.symmetric.shape import buffer_bytes
