@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
@@ -47,15 +46,11 @@ from interlock.engine.messages import (
 )
 from interlock.engine.outbox import Outbox
 from interlock.engine.rank_processes import RankProcesses
-from interlock.engine.stacks import stacks_text
-from interlock.engine.supervisor import PEER_SILENCE_SECONDS, Exit, Pulse, Verdict
+from interlock.engine.rank_watch import RankWatch
 from interlock.errors import EngineDeadError, RequestError, StartupError
 from interlock.plan.launch_plan import LaunchPlan
 from interlock.plan.receipts import check
 
-WATCH_SECONDS = 0.1
-EVIDENCE_SECONDS = 0.5
-CAUSE_SECONDS = 4.0
 LAST_NEWS_MS = 1000
 
 
@@ -68,7 +63,6 @@ class Engine:
         plan: the launch plan.
         receipts: rank -> plan item -> what that rank observed, complete once started.
         history: load of the last minutes.
-        stacks: after a stall, where the ranks of this node were; too much for clients, so not in ``health``.
     """
 
     def __init__(self, plan: LaunchPlan, endpoints: Endpoints, ranks: RankProcesses, directory: Path) -> None:
@@ -88,13 +82,10 @@ class Engine:
         self._replica_of: dict[str, int] = {}
         self._load = [0] * plan.attn_dp_size
         self._stats = [SchedulerStats(replica=replica) for replica in range(plan.attn_dp_size)]
-        self._verdict = Verdict()
-        self._remote_exits: list[Exit] = []
+        self._watched = RankWatch(plan, ranks)
         self._leaving_node = 0
         self._leaving = asyncio.Event()
-        self._pulse = Pulse(range(plan.tp_size), plan.stall_timeout)
         self._failure: str | None = None
-        self.stacks = ""
         self.history = LoadHistory()
         self._refusal = ""
         self._closing = False
@@ -196,6 +187,11 @@ class Engine:
         for replica in range(len(self._inputs)):
             await self._send(replica, RecordSteps(on=listener is not None))
 
+    @property
+    def stacks(self) -> str:
+        """After a stall, where the ranks of this node were; too much for clients, so not in ``health``."""
+        return self._watched.stacks
+
     def health(self) -> str | None:
         return self._failure
 
@@ -221,6 +217,7 @@ class Engine:
         if self._closing:
             return
         self._closing = True
+        self._watched.stop()
         await self._tell_news()
         if self._failure is None and self._all_ready.is_set():
             for replica in range(len(self._inputs)):
@@ -271,49 +268,22 @@ class Engine:
                     queue = self._queues.get(delta.request_id)
                     if queue is not None:
                         queue.put_nowait(delta)
-            case Heartbeat():
-                self._pulse.note(message)
+            case Heartbeat() | RankFailed() | RankEnded():
+                self._watched.note(message)
             case RankLoad():
                 self.history.note_rank(message)
             case RankReady():
                 self.receipts[message.rank] = message.receipts
                 if len(self.receipts) == self.plan.tp_size:
                     self._all_ready.set()
-            case RankFailed():
-                self._verdict.failures.append(message)
-                self._pulse.forget(message.rank)
-            case RankEnded():
-                self._remote_exits.append(Exit(message.rank, message.code))
             case NodeLeaving():
                 self._leaving_node = message.node_rank
                 self._leaving.set()
 
     async def _watch(self) -> None:
-        """Turn the first sign of trouble into a verdict, after a moment in which more may be told."""
-        while not self._closing:
-            await asyncio.sleep(WATCH_SECONDS)
-            self._verdict.exits = self._ranks.exits() + self._remote_exits
-            self._verdict.stalls = self._pulse.stalled()
-            if self._verdict.has_evidence and not self._closing:
-                await self._await_cause()
-                if self._verdict.stalls:
-                    self.stacks = stacks_text(await asyncio.to_thread(self._ranks.stacks))
-                await self._die(self._verdict.first_error())
-                return
-
-    async def _await_cause(self) -> None:
-        """Give the rank that failed first a moment to be known, when only its peers have spoken.
-
-        A peer's error says that a rank did not answer in time, so shorter silences count now.
-        """
-        await asyncio.sleep(EVIDENCE_SECONDS)
-        deadline = time.monotonic() + CAUSE_SECONDS
-        while True:
-            self._verdict.exits = self._ranks.exits() + self._remote_exits
-            if self._verdict.has_cause or time.monotonic() > deadline:
-                return
-            self._verdict.stalls = self._pulse.silent(PEER_SILENCE_SECONDS)
-            await asyncio.sleep(WATCH_SECONDS)
+        reason = await self._watched.first_error()
+        if reason:
+            await self._die(reason)
 
     async def _die(self, reason: str) -> None:
         self._failure = reason
@@ -325,7 +295,7 @@ class Engine:
     async def _tell_news(self) -> None:
         """Tell the launchers of other ranks how it ends: all is well, or the first error."""
         reason = self._failure or self._refusal
-        message = EngineEnded(reason=reason, is_stall=bool(self._verdict.stalls))
+        message = EngineEnded(reason=reason, is_stall=self._watched.is_stall)
         await self._news.send(msgspec.msgpack.encode(message))
 
     def _fail_requests(self, reason: str) -> None:
