@@ -11,7 +11,6 @@ from interlock.options import Options
 from interlock.plan.card import ModelCard
 from interlock.plan.decided import Decided, asked_integer, asked_text, from_model, rule
 from interlock.plan.facts import MachineFacts
-from interlock.plan.join import Declarations
 from interlock.plan.kernel_choice import NATIVE, REFERENCE, TRITON, decide_kernels
 from interlock.plan.topology import World
 
@@ -41,11 +40,9 @@ class Compute:
         }
 
 
-def decide_compute(
-    options: Options, card: ModelCard, facts: MachineFacts, world: World, declared: Declarations
-) -> Compute:
+def decide_compute(options: Options, card: ModelCard, facts: MachineFacts, world: World) -> Compute:
     """Device, kernels, threads and dtypes that exist on this machine."""
-    device = _device(options, facts, world, declared)
+    device = _device(options, facts, world)
     dtype = asked_text(options, "dtype") or from_model(card.dtype, "the checkpoint's own")
     kernels = decide_kernels(options, facts, device.value, world.local_ranks)
     kv_dtype = _kv_cache_dtype(options, facts, world, kernels.value, dtype.value)
@@ -78,7 +75,7 @@ def _kv_cache_dtype(
     return asked
 
 
-def _device(options: Options, facts: MachineFacts, world: World, declared: Declarations) -> Decided[str]:
+def _device(options: Options, facts: MachineFacts, world: World) -> Decided[str]:
     asked = asked_text(options, "device")
     count, needed, sharing = len(facts.devices), world.local_gpus, world.ranks_per_gpu.value
     torch_version = facts.packages.get("torch", "")

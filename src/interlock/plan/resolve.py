@@ -75,7 +75,7 @@ def _resolve(
     """Decide every item in order of dependence; the first rule that does not hold raises."""
     card, layers = cut_card(options, card)
     world = decide_world(options, card)
-    compute = decide_compute(options, card, facts, world, declared)
+    compute = decide_compute(options, card, facts, world)
     rehearsal = decide_rehearsal(options, facts, world.ranks_per_gpu.value)
     situation = _situation(options, card, facts, world, compute)
     linears = decide_linear_formats(
