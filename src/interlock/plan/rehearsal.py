@@ -1,9 +1,9 @@
 """Rehearsal: a deployment of many ranks on fewer GPUs, to see that it is correct. It says nothing of speed.
 
 Ranks on one GPU take turns, so every exchange costs tens of milliseconds, unless the NVIDIA Multi-Process
-Service (MPS) runs them side by side. Then kernels that wait for each other must fit on the GPU at once, so NCCL
-may use few blocks. NCCL lets ranks share a GPU from
-2.30 on, and only when it is told to by its environment, which a rank must have before it starts.
+Service (MPS) runs them side by side. Then kernels that wait for each other must fit on the GPU at once, so
+NCCL may use few blocks. NCCL lets ranks share a GPU from 2.30 on, and only when it is told to by its
+environment, which a rank must have before it starts.
 """
 
 from __future__ import annotations
