@@ -47,6 +47,18 @@ def test_an_entry_that_does_not_fit_is_passed_over() -> None:
     assert choose_from(TABLE, narrow, 4096) == simple_config(narrow, 4096)
 
 
+def test_another_library_is_taken_only_for_a_shape_that_was_measured() -> None:
+    offered = Tiles(256, True, 16, 4, deep_gemm_from=8192)
+    table = ((QKV, ((512, offered),)),)
+    assert choose_from(table, QKV, 8192) == offered
+    assert choose_from(table, LinearShape(14848, 8192, "fp8"), 8192) == LARGE
+    assert from_json(to_json(offered)) == offered
+    stored = choose(QKV, 16384)
+    assert isinstance(stored, Tiles)
+    assert stored.deep_gemm_from == 8192
+    assert getattr(choose(QKV, 2048), "deep_gemm_from", 0) == 0
+
+
 def test_bfloat16_takes_the_library_where_nothing_near_was_tuned() -> None:
     o = LinearShape(4096, 8192, "bfloat16")
     table = ((o, ((32, Stream(32, 32, 4, 4, 1, 1, False)), (64, Library()))),)

@@ -1,4 +1,4 @@
-"""DeepGEMM's two grouped products in float64, with its checks of shapes and strides.
+"""DeepGEMM's grouped products and its dense one in float64, with its checks of shapes and strides.
 
 Like the library it stores whole blocks of rows: what lies in a block beyond the count is overwritten (NaN).
 """
@@ -37,6 +37,16 @@ class FakeModule:
                 values[start:end], scales[start:end], weight[expert], weight_scales[expert]
             )
             start = end
+
+    def fp8_gemm_nt(self, a, b, d, *, compiled_dims: str) -> None:
+        (values, scales), (weight, weight_scales) = a, b
+        self.calls.append(("dense", {"compiled_dims": compiled_dims, "shape": tuple(d.shape)}))
+        rows = values.shape[0]
+        check_operands(values, scales, weight[None], weight_scales[None], rows)
+        assert scales.stride() == (1, (rows + 3) // 4 * 4)
+        assert d.shape == (rows, weight.shape[0])
+        assert d.dtype == torch.bfloat16
+        d.copy_(product(values, scales, weight, weight_scales))
 
     def fp8_m_grouped_gemm_nt_masked(self, a, b, d, masked_m, expected_m, **options) -> None:
         (values, scales), (weight, weight_scales) = a, b

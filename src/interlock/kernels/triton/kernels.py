@@ -12,6 +12,7 @@ import torch
 from interlock.kernels.base import CompileShare, ExpertRows, PackedExperts, PackedWeight, QuantisedRows
 from interlock.kernels.triton import attention, draw, linear, moe, norm, rope
 from interlock.kernels.triton.compile_ahead import TritonCompiler
+from interlock.kernels.triton.dense_products import DenseProducts
 from interlock.kernels.triton.expert_tensors import GROUP, ExpertTensors, pad_width, quantise_blocks
 from interlock.kernels.triton.row_blocks import RowLists
 from interlock.kernels.triton.tuned import MoeConfig, MoeShape, load_table, nearest
@@ -22,6 +23,13 @@ class TritonKernels:
 
     name = "triton"
     row_invariant = False
+
+    def __init__(self) -> None:
+        self._products: DenseProducts | None = None
+
+    def take_dense_products(self, products: DenseProducts) -> None:
+        """See ``TakesDenseProducts``."""
+        self._products = products
 
     def compiler(self, share: CompileShare) -> TritonCompiler:
         return TritonCompiler(share)
@@ -37,12 +45,12 @@ class TritonKernels:
     def linear(
         self, x: torch.Tensor, weight: PackedWeight, *, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        return linear.linear(x, weight, out_dtype=out_dtype)
+        return linear.linear(x, weight, out_dtype=out_dtype, products=self._products)
 
     def linear_quantised(
         self, rows: QuantisedRows, weight: PackedWeight, *, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        return linear.linear_fp8(rows.values, rows.scales, weight, out_dtype or rows.dtype)
+        return linear.linear_fp8(rows.values, rows.scales, weight, out_dtype or rows.dtype, self._products)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return norm.rms_norm(x, weight, eps)

@@ -10,10 +10,11 @@ import torch
 from torch.nn.functional import linear as dense_linear
 
 from interlock.kernels.base import PackedWeight
+from interlock.kernels.triton.dense_products import DenseProducts
 from interlock.kernels.triton.expert_tensors import GROUP, quantise_blocks
 from interlock.kernels.triton.fp8_rows import quantise_rows
 from interlock.kernels.triton.linear_launch import launch
-from interlock.kernels.triton.tuned_linear import Library, LinearShape, choose
+from interlock.kernels.triton.tuned_linear import Library, LinearConfig, LinearShape, Tiles, choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,17 @@ def pack_fp8(weight: torch.Tensor, scales: torch.Tensor | None = None) -> Packed
     return PackedWeight(rows, depth, torch.float8_e4m3fn, data, data.weight.nbytes + data.scales.nbytes)
 
 
-def linear(x: torch.Tensor, weight: PackedWeight, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    *,
+    out_dtype: torch.dtype | None = None,
+    products: DenseProducts | None = None,
+) -> torch.Tensor:
     """See ``Kernels.linear``; fp8 weights quantise x per row in groups of 128."""
     out_dtype = out_dtype or x.dtype
     if isinstance(weight.data, Fp8Weight):
-        return linear_fp8(*quantise_rows(x), weight, out_dtype)
+        return linear_fp8(*quantise_rows(x), weight, out_dtype, products)
     if x.dtype != weight.dtype:
         return dense_linear(x.float(), weight.data.float()).to(out_dtype)
     if x.dtype == torch.bfloat16 and x.is_cuda and x.dim() == 2:
@@ -48,15 +55,30 @@ def linear(x: torch.Tensor, weight: PackedWeight, *, out_dtype: torch.dtype | No
 
 
 def linear_fp8(
-    x: torch.Tensor, x_scales: torch.Tensor, weight: PackedWeight, out_dtype: torch.dtype
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: PackedWeight,
+    out_dtype: torch.dtype,
+    products: DenseProducts | None = None,
 ) -> torch.Tensor:
-    """x e4m3 [n, K] with x_scales float32 [K / 128, n] -> [n, N], float32 accumulation, rounded once."""
+    """x e4m3 [n, K] with x_scales float32 [K / 128, n] -> [n, N], float32 accumulation, rounded once.
+
+    products: taken where the table says so and they are compiled for n rows.
+    """
     rows, data = x.shape[0], weight.data
     if rows == 0:
         return torch.empty(0, weight.out_features, dtype=out_dtype, device=x.device)
     config = choose(LinearShape(weight.out_features, weight.in_features, "fp8"), rows)
-    assert not isinstance(config, Library), "no library computes block-fp8 linears"
+    assert not isinstance(config, Library), "the vendor's library computes no block-fp8 linears"
+    if products is not None and out_dtype == torch.bfloat16 and _prefers_products(config, rows):
+        out = products.dense(x, x_scales, data.weight, data.scales)
+        if out is not None:
+            return out
     return launch(config, x, x_scales, data.weight, data.scales, out_dtype)
+
+
+def _prefers_products(config: LinearConfig, rows: int) -> bool:
+    return isinstance(config, Tiles) and 0 < config.deep_gemm_from <= rows
 
 
 def _linear_bf16(x: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

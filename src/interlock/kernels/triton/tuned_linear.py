@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -57,12 +57,17 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """``linear_tiles``: 128 rows by ``columns``, in bands of ``band`` row blocks."""
+    """``linear_tiles``: 128 rows by ``columns``, in bands of ``band`` row blocks.
+
+    ``deep_gemm_from``: rows from which DeepGEMM's product was faster, which is taken where it is compiled for
+    just so many (``dense_products``); 0 for never.
+    """
 
     columns: int
     from_registers: bool
     band: int
     stages: int
+    deep_gemm_from: int = 0
 
     def fits(self, width: int, depth: int, weight_dtype: str) -> bool:
         return weight_dtype == "fp8" and -(-width // 128) % (self.columns // 128) == 0
@@ -144,8 +149,14 @@ def choose_from(table: Table, shape: LinearShape, rows: int) -> LinearConfig:
             break
         config = next((config for known, config in by_rows if known >= rows), by_rows[-1][1])
         if config.fits(shape.width, shape.depth, shape.weight_dtype):
-            return config
+            return config if tuned == shape else _elsewhere(config)
     return Library() if shape.weight_dtype == "bfloat16" else simple_config(shape, rows)
+
+
+def _elsewhere(config: LinearConfig) -> LinearConfig:
+    """What a shape takes that was not tuned itself: another library's kernel compiles at start for each
+    shape, so it is taken only where it was measured."""
+    return replace(config, deep_gemm_from=0) if isinstance(config, Tiles) else config
 
 
 def simple_config(shape: LinearShape, rows: int, multiprocessors: int = 132) -> Simple:

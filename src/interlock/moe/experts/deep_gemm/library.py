@@ -5,7 +5,8 @@ Both multiply e4m3 rows by the weights of their expert: float32 scales for 1 x 1
 rows of a group side by side, padded to 16 bytes, as the bulk copy engine of Hopper wants them; so nothing is
 transposed on the way. Kernels are compiled at their first call (nvcc) and cached in ``~/.deep_gemm``; shapes
 are compiled for (experts, N, K) and not for the number of rows. The package has no locks around its caches,
-so one thread at a time may call it; a second kernel is compiled meanwhile by a second copy (``second_copy``).
+so one thread at a time may call it; kernels are compiled at once by copies of it (``copies``), each in a
+thread of its own, and then loaded from the cache.
 
 Legend: E experts, R rows of the aligned segments, M rows of a slab, N weight rows, K depth.
 """
@@ -15,7 +16,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -23,6 +25,8 @@ import torch
 
 from interlock.errors import StartupError
 from interlock.kernels.triton.compile_ahead import rehearsing
+from interlock.kernels.triton.expert_tensors import GROUP
+from interlock.moe.experts.deep_gemm.copies import Copies
 from interlock.moe.experts.deep_gemm.second_copy import load_second_copy
 
 logger = logging.getLogger(__name__)
@@ -32,46 +36,46 @@ EXPECTED_ROWS = 1024
 kernel serves all batches and none is compiled while serving."""
 
 
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Rows, their scales, weight, its scales."""
 BLOCK_ROWS = 128
 """The most rows of a block of its grouped products; all are stored."""
 
 
 class DeepGemm:
-    """The two grouped products. Neither synchronises with the host; a capture needs one call before it.
-    Where launches are only rehearsed they compute nothing.
+    """The grouped products and the dense one. None synchronises with the host; a capture needs one call
+    before it. Where launches are only rehearsed they compute nothing.
 
     Args:
         module: the package.
-        load_copy: loads another one that shares nothing with it but the cache on disk; what it raises is
-            logged, and kernels are compiled one after the other.
+        load_copy: loads another one that shares nothing with it but the cache on disk; kernels are compiled
+            at once by several of them.
     """
 
-    def __init__(self, module: Any, load_copy: Callable[[], Any] | None = None) -> None:
+    def __init__(self, module: Any, load_copy: Callable[[], DeepGemm] | None = None) -> None:
         self.module = module
-        self._load_copy = load_copy
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deep-gemm")
+        self._copies = None if load_copy is None else Copies(load_copy)
         self._compiled: dict[tuple[int, ...], Future[None]] = {}
+        self._settled: set[tuple[int, ...]] = set()
 
     def compile_ahead(self, shape: tuple[int, ...], products: Sequence[Callable[[DeepGemm], None]]) -> None:
         """Have ``products`` compiled beside this thread, once for each shape; ``finish`` before other calls.
 
         The compiler is a process of its own, so that weights can be loaded and other kernels compiled
-        meanwhile; it takes 7 to 8 s for each product.
+        meanwhile; it takes 5 to 8 s for each product.
 
         Args:
             products: each calls one product of the library that it is given.
         """
         if shape not in self._compiled:
-            self._compiled[shape] = self._thread.submit(self._compile, products)
+            filled = [] if self._copies is None else self._copies.fill_cache(products)
+            self._compiled[shape] = self._thread.submit(self._load, products, filled)
 
-    def _compile(self, products: Sequence[Callable[[DeepGemm], None]]) -> None:
+    def _load(self, products: Sequence[Callable[[DeepGemm], None]], filled: Sequence[Future[None]]) -> None:
         begun = time.monotonic()
-        first, *others = products
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="deep-gemm-copy") as beside:
-            if others and self._load_copy is not None:
-                beside.submit(_fill_cache, self._load_copy, others)
-            first(self)
-        for product in others:
+        wait(filled)
+        for product in products:
             product(self)
         logger.debug("deep_gemm: compiled in %.1f s, beside other work", time.monotonic() - begun)
 
@@ -82,6 +86,7 @@ class DeepGemm:
             StartupError: it cannot be compiled.
         """
         begun = time.monotonic()
+        waits = not all(compiled.done() for compiled in self._compiled.values())
         for compiled in self._compiled.values():
             try:
                 compiled.result()
@@ -91,7 +96,8 @@ class DeepGemm:
                     "CUDA_HOME or PATH, and writes to ~/.deep_gemm); --moe-runner-backend triton_fp8 needs "
                     "neither"
                 ) from problem
-        logger.debug("deep_gemm: waited %.1f s for its compiler", time.monotonic() - begun)
+        if waits:
+            logger.debug("deep_gemm: waited %.1f s for its compiler", time.monotonic() - begun)
 
     def contiguous(
         self,
@@ -117,6 +123,33 @@ class DeepGemm:
             use_psum_layout=True,
             expected_m_for_psum_layout=EXPECTED_ROWS,
         )
+        return out
+
+    def dense(
+        self, x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor | None:
+        """See ``DenseProducts.dense``. Its tiles depend on the number of rows, so it is compiled for those
+        that are rehearsed (a full chunk) and serves no others."""
+        rows, (width, depth) = x.shape[0], weight.shape
+        if rows % BLOCK_ROWS or width % GROUP:
+            return None
+        shape = (1, rows, width, depth)
+        if rehearsing():
+            self.compile_ahead(shape, [partial(_multiply, operands=(x, x_scales, weight, scales))])
+            return None
+        if shape not in self._compiled:
+            return None
+        if shape not in self._settled:
+            self.finish()
+            self._settled.add(shape)
+        return self.multiply(x, x_scales, weight, scales)
+
+    def multiply(
+        self, x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        """As ``dense``, compiled here if it is not yet."""
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
+        self.module.fp8_gemm_nt((x, x_scales.T), (weight, scales), out, compiled_dims="nk")
         return out
 
     def masked(
@@ -152,15 +185,15 @@ class DeepGemm:
         return out
 
 
-def _fill_cache(load_copy: Callable[[], Any], products: Sequence[Callable[[DeepGemm], None]]) -> None:
-    """Compile ``products`` into the cache on disk, from which the library itself then loads them. What goes
-    wrong here it meets itself, one kernel after the other."""
-    try:
-        copy = DeepGemm(load_copy())
-        for product in products:
-            product(copy)
-    except Exception as problem:
-        logger.info("deep_gemm: kernels are compiled one after the other, since a copy failed: %s", problem)
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Where a thread of its own calls the library for ``device``."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _multiply(library: DeepGemm, operands: Operands) -> None:
+    """For the compiler: the result is thrown away."""
+    with on_device(operands[0].device):
+        library.multiply(*operands)
 
 
 @cache
@@ -184,4 +217,4 @@ def load_deep_gemm() -> DeepGemm:
             "(it needs apache-tvm-ffi, CUDA 13 libraries and nvcc, found by PATH or CUDA_HOME); "
             "--moe-runner-backend triton_fp8 needs none of them"
         ) from problem
-    return DeepGemm(deep_gemm, partial(load_second_copy, deep_gemm))
+    return DeepGemm(deep_gemm, lambda: DeepGemm(load_second_copy(deep_gemm)))

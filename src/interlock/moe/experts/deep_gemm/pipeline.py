@@ -15,7 +15,6 @@ Legend: n tokens, k lanes a token, R rows of the aligned segments, M rows of a s
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +27,7 @@ from interlock.kernels.triton.placed_rows import Entries
 from interlock.kernels.triton.placement import Places
 from interlock.moe.a2a.base import ContiguousRows, MaskedRows, ReplicatedRows
 from interlock.moe.experts.deep_gemm import ALIGNMENT
-from interlock.moe.experts.deep_gemm.library import DeepGemm
+from interlock.moe.experts.deep_gemm.library import DeepGemm, on_device
 
 SLAB_FILL = 32
 """One row of a slab in so many is filled when routing is uniform (E / k of MiMo-V2 and DeepSeek-V3)."""
@@ -148,7 +147,7 @@ def _multiply_nothing(library: DeepGemm, weight: torch.Tensor, weight_scales: to
     """weight [E, N, K]: a call whose segments are all empty."""
     device = weight.device
     experts, _, depth = weight.shape
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on_device(device):
         psum = torch.zeros(experts, dtype=torch.int32, device=device)
         rows = torch.zeros(ALIGNMENT, depth, dtype=torch.float8_e4m3fn, device=device)
         scales = torch.zeros(depth // GROUP, ALIGNMENT, device=device)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from interlock.kernels.triton.compile_ahead import rehearsing
+from interlock.kernels.triton.dense_products import TakesDenseProducts
 from interlock.moe.a2a.base import ContiguousRows, ExpertInput, ReplicatedRows
 from interlock.moe.experts.base import RunnerSpec
 from interlock.moe.experts.deep_gemm import RUNNER
@@ -20,6 +21,7 @@ class DeepGemmRunner(TritonFp8Runner):
 
     Its products are compiled from the moment it is made. The first call that is no rehearsal waits for them,
     so that it takes no longer than the compilation of our own kernels; no capture can begin before.
+    Linears of the same kernels may take its dense product (``DenseProducts``).
     Gate and up are rounded to bfloat16 before SwiGLU, which is part of its format: compare it with an
     emulation that does so too (without, results differ by 1.0e-2 to 2.4e-2).
     """
@@ -30,6 +32,8 @@ class DeepGemmRunner(TritonFp8Runner):
         super().__init__(spec)
         self._library = library or load_deep_gemm()
         self._compiled = False
+        if isinstance(spec.kernels, TakesDenseProducts):
+            spec.kernels.take_dense_products(self._library)
         shape = tuple(self._loading.down.shape)
         self._library.compile_ahead(shape, Pipeline(self._library, self._loading).products_on_nothing())
 

@@ -1,7 +1,7 @@
-"""A second copy of the package's compiled part, so that two of its kernels can be compiled at once.
+"""Another copy of the package's compiled part, so that several kernels can be compiled at once.
 
 The package has no locks around what it remembers, and a library is loaded once for each file. A copy of the
-file is loaded as another library with memory of its own; the two share only the cache on disk, into which
+file is loaded as another library with memory of its own; they share only the cache on disk, into which
 kernels are renamed when they are complete, as several processes would.
 """
 
@@ -13,11 +13,11 @@ from tempfile import TemporaryDirectory
 from types import FunctionType, ModuleType, SimpleNamespace
 
 COMPILED = "_C.so"
-PRODUCT = "m_grouped_fp8_gemm_nt_contiguous"
+PRODUCTS = ("m_grouped_fp8_gemm_nt_contiguous", "fp8_gemm_nt")
 
 
 def load_second_copy(package: ModuleType) -> SimpleNamespace:
-    """The product for aligned segments, computed by the second copy; the copied file is gone again.
+    """The products that are compiled ahead, computed by another copy; the copied file is gone again.
 
     Raises:
         OSError: it cannot be copied.
@@ -30,12 +30,15 @@ def load_second_copy(package: ModuleType) -> SimpleNamespace:
     with TemporaryDirectory(prefix="interlock-deep-gemm-") as elsewhere:
         compiled = tvm_ffi.load_module(shutil.copy(folder / COMPILED, elsewhere))
     compiled.init(str(folder), package.find_cuda_home())
-    wrapper: FunctionType = getattr(package, PRODUCT)
-    calls_the_copy = FunctionType(
+    return SimpleNamespace(**{name: _calling(getattr(package, name), compiled) for name in PRODUCTS})
+
+
+def _calling(wrapper: FunctionType, compiled: object) -> FunctionType:
+    """The package's Python function, calling ``compiled`` instead of the package's own."""
+    return FunctionType(
         wrapper.__code__,
         {**wrapper.__globals__, "_C": compiled},
         wrapper.__name__,
         wrapper.__defaults__,
         wrapper.__closure__,
     )
-    return SimpleNamespace(**{PRODUCT: calls_the_copy})
