@@ -28,6 +28,7 @@ from torch.nn.functional import linear as library_linear
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_timing import time_graph
 
+from interlock.errors import StartupError
 from interlock.kernels.triton.expert_tensors import quantise_blocks
 from interlock.kernels.triton.fp8_rows import quantise_rows
 from interlock.kernels.triton.linear_launch import launch
@@ -42,6 +43,7 @@ from interlock.kernels.triton.tuned_linear import (
     simple_config,
     to_json,
 )
+from interlock.moe.experts.deep_gemm.library import load_deep_gemm
 
 SHAPES = {
     "qkv_window": LinearShape(14848, 4096, "fp8"),
@@ -53,6 +55,8 @@ SHAPES = {
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 8192, 16384)
 FEW = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 """Rows tuned for the shapes that a model has one of, or that the vendor's library computes otherwise."""
+DEEP_GEMM_ROWS = 8192
+"""Rows from which DeepGEMM's product, compiled for just so many rows, is tried too."""
 BOUND = 1e-2
 BYTES_BETWEEN_USES = 256 << 20
 
@@ -273,6 +277,26 @@ def start_early(config: LinearConfig, problem: Problem, rows: int) -> LinearConf
     return config
 
 
+def against_deep_gemm(config: LinearConfig, problem: Problem, rows: int) -> LinearConfig:
+    """``config``, taking DeepGEMM's product instead from ``rows`` rows on where that is correct and faster."""
+    if not isinstance(config, Tiles) or rows < DEEP_GEMM_ROWS:
+        return config
+    try:
+        multiply = load_deep_gemm().multiply
+    except StartupError as reason:
+        print(f"{'':6s} deep_gemm: {reason}", flush=True)
+        return config
+    x, x_scales = problem.rows(rows)
+    assert x_scales is not None
+    got = problem.picked(multiply(x, x_scales, *problem.weights[0])).float()
+    want = problem.reference(x, x_scales)
+    found = float((got - want).norm() / want.norm())
+    theirs = time_graph([partial(multiply, x, x_scales, *pair) for pair in problem.weights], replays=3)
+    ours = seconds(config, problem, rows)
+    print(f"{'':6s} deep_gemm {theirs.median * 1e6:.1f} us, error {found:.1e}", flush=True)
+    return replace(config, deep_gemm_from=rows) if found < BOUND and theirs.median < ours else config
+
+
 def earlier(config: LinearConfig) -> list[LinearConfig]:
     """The same launch, started before the kernel in front of it has ended."""
     return [replace(config, early=True)] if isinstance(config, Stream) and not config.early else []
@@ -322,6 +346,7 @@ def tune_rows(problem: Problem, rows: int, kinds: set[str]) -> LinearConfig | No
         f"{short(chosen)} | {others} {failed or ''}",
         flush=True,
     )
+    chosen = against_deep_gemm(chosen, problem, rows)
     return start_early(chosen, problem, rows) if "stream, early" in kinds else chosen
 
 
