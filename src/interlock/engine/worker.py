@@ -35,7 +35,7 @@ from interlock.parallel.launch import Rendezvous, joined_world
 from interlock.parallel.topology import Groups
 from interlock.plan.launch_plan import LaunchPlan
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("interlock.engine")
 
 LAUNCH_KEY = "launch"
 LAST_WORDS_MS = 2000
