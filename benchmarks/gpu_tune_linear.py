@@ -278,7 +278,7 @@ def start_early(config: LinearConfig, problem: Problem, rows: int) -> LinearConf
 
 
 def against_deep_gemm(config: LinearConfig, problem: Problem, rows: int) -> LinearConfig:
-    """``config``, taking DeepGEMM's product instead from ``rows`` rows on where that is correct and faster."""
+    """``config``, and DeepGEMM's product from ``rows`` rows on where that is correct and faster."""
     if not isinstance(config, Tiles) or rows < DEEP_GEMM_ROWS:
         return config
     try:
