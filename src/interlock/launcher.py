@@ -29,7 +29,6 @@ class Launcher:
 
     rank: int
     world_size: int
-    local_rank: int
     local_world_size: int
     address: str
     agent_store: bool
@@ -114,7 +113,6 @@ def read_launcher(environ: Mapping[str, str], options: Options) -> Launcher | No
     return Launcher(
         rank=rank,
         world_size=world_size,
-        local_rank=local_rank,
         local_world_size=local_world_size,
         address=f"[{host}]:{_integer(environ, 'MASTER_PORT')}"
         if ":" in host

@@ -21,7 +21,6 @@ class AttentionCard(msgspec.Struct, frozen=True, kw_only=True):
     value_scale: float = 1.0
     has_sink: bool = False
     has_qk_norm: bool = False
-    has_bias: bool = False
 
 
 class ExpertsCard(msgspec.Struct, frozen=True, kw_only=True):
