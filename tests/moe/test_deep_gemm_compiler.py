@@ -22,6 +22,7 @@ from interlock.kernels.triton.fp8_rows import quantise_rows
 from interlock.kernels.triton.kernels import TritonKernels
 from interlock.kernels.triton.row_blocks import reference_quantise
 from interlock.moe.experts.base import RunnerSpec
+from interlock.moe.experts.deep_gemm import copies
 from interlock.moe.experts.deep_gemm.library import DeepGemm
 from interlock.moe.experts.deep_gemm.runner import DeepGemmRunner
 from interlock.moe.experts.deep_gemm.second_copy import load_second_copy
@@ -53,8 +54,9 @@ class Products:
             self.calls.append((name, mine))
 
 
-def test_both_are_compiled_by_copies_at_once_and_then_loaded() -> None:
+def test_both_are_compiled_by_copies_at_once_and_then_loaded(monkeypatch) -> None:
     """Neither copy returns before both have begun; the library itself calls them when they are done."""
+    monkeypatch.setattr(copies.os, "sched_getaffinity", lambda process: {0, 1})
     library, products = DeepGemm(OWN, lambda: DeepGemm(object())), Products(together=True)
     library.compile_ahead((1,), [products.first, products.second])
     library.finish()
@@ -62,6 +64,15 @@ def test_both_are_compiled_by_copies_at_once_and_then_loaded() -> None:
     assert [mine for _, mine in products.calls[:2]] == [False, False]
     assert products.calls[2:] == [("first", True), ("second", True)]
     assert len(products.threads) == 3
+
+
+def test_a_process_with_one_core_compiles_one_kernel_at_a_time(monkeypatch) -> None:
+    monkeypatch.setattr(copies.os, "sched_getaffinity", lambda process: {5})
+    library, products = DeepGemm(OWN, lambda: DeepGemm(object())), Products(together=False)
+    library.compile_ahead((1,), [products.first, products.second])
+    library.finish()
+    assert products.calls == [("first", False), ("second", False), ("first", True), ("second", True)]
+    assert len(products.threads) == 2
 
 
 def test_a_shape_is_compiled_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,8 @@ from typing import Generic, TypeVar
 logger = logging.getLogger(__name__)
 
 MOST = 6
-"""Kernels compiled at once; each copy keeps 32 MiB on the card for a library that it does not call."""
+"""Kernels compiled at once, and no more than this process has cores: each copy keeps 32 MiB on the card for a
+library that it does not call."""
 
 Library = TypeVar("Library")
 
@@ -26,7 +28,8 @@ class Copies(Generic[Library]):
 
     def __init__(self, load: Callable[[], Library]) -> None:
         self._load = load
-        self._threads = ThreadPoolExecutor(MOST, thread_name_prefix="deep-gemm-copy")
+        most = min(MOST, len(os.sched_getaffinity(0)))
+        self._threads = ThreadPoolExecutor(most, thread_name_prefix="deep-gemm-copy")
         self._own = threading.local()
 
     def fill_cache(self, products: Iterable[Callable[[Library], None]]) -> list[Future[None]]:
