@@ -110,6 +110,8 @@ class AddRequests(msgspec.Struct, frozen=True, tag="add_all"):
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """End a request wherever it is; its last delta has the finish reason "abort"."""
+
     request_id: str
 
 
@@ -118,7 +120,7 @@ class FlushCache(msgspec.Struct, frozen=True, tag="flush"):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    pass
+    """End the rank with exit code 0."""
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):

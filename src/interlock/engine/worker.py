@@ -50,6 +50,7 @@ CONSEQUENCES = (
 
 
 def main() -> None:
+    """One rank, told what to be by the first line of standard input."""
     steady_heap()
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSpec)
     watch_launcher(sys.stdin.fileno())

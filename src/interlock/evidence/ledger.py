@@ -40,6 +40,7 @@ def user_folder() -> Path:
 
 
 def default_folders() -> tuple[Path, ...]:
+    """Where evidence is looked for: what came with the package, then the user's own."""
     return installation_folder(), user_folder()
 
 

@@ -24,6 +24,7 @@ def now() -> str:
 
 
 def interlock_version() -> str:
+    """Version of the installed distribution, "unknown" in a source tree that is not installed."""
     try:
         return version("interlock")
     except PackageNotFoundError:
@@ -31,6 +32,7 @@ def interlock_version() -> str:
 
 
 def model_facts(plan: LaunchPlan) -> ModelFacts:
+    """What a record says of the model."""
     card = plan.card
     return ModelFacts(
         name=_last_part(plan.model),

@@ -14,6 +14,7 @@ HEAD = "lm_head.weight"
 
 
 def layer_prefix(layer: int) -> str:
+    """How names of a layer's tensors begin."""
     return f"model.layers.{layer}."
 
 
@@ -40,6 +41,7 @@ def outer_specs(card: ModelCard) -> Iterator[TensorSpec]:
 
 
 def layer_specs(index: int, layer: LayerCard, card: ModelCard) -> Iterator[TensorSpec]:
+    """Tensors of one layer."""
     prefix, hidden = layer_prefix(index), card.hidden_size
     yield TensorSpec(prefix + "input_layernorm.weight", (hidden,), role="norm")
     yield TensorSpec(prefix + "post_attention_layernorm.weight", (hidden,), role="norm")
@@ -60,6 +62,7 @@ def card_chunks(card: ModelCard) -> int:
 def attention_specs(
     prefix: str, attention: AttentionCard, card: ModelCard, chunks: int
 ) -> Iterator[TensorSpec]:
+    """Tensors of one attention: q, k, v apart or fused in ``chunks``; o, sinks and norms as the card says."""
     hidden = card.hidden_size
     q = attention.num_heads * attention.head_dim
     k = attention.num_kv_heads * attention.head_dim
@@ -85,12 +88,14 @@ def attention_specs(
 
 
 def swiglu_specs(prefix: str, hidden: int, intermediate: int) -> Iterator[TensorSpec]:
+    """gate and up [intermediate, hidden], down [hidden, intermediate]."""
     for name in ("gate", "up"):
         yield TensorSpec(f"{prefix}{name}_proj.weight", (intermediate, hidden), quantisable=True)
     yield TensorSpec(prefix + "down_proj.weight", (hidden, intermediate), role="output", quantisable=True)
 
 
 def experts_specs(prefix: str, card: ModelCard) -> Iterator[TensorSpec]:
+    """The router [experts, hidden], its bias, and every expert's three projections."""
     experts = card.experts
     assert experts is not None, "a MoE layer needs an ExpertsCard"
     yield TensorSpec(prefix + "gate.weight", (experts.num_experts, card.hidden_size), role="router")

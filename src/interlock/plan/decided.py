@@ -30,10 +30,12 @@ class Decided(Generic[T]):
 
 
 def rule(value: T, reason: str) -> Decided[T]:
+    """Decided by a rule of the planner, which ``reason`` states."""
     return Decided(value, Source.RULE, reason)
 
 
 def from_model(value: T, reason: str) -> Decided[T]:
+    """Decided by the checkpoint; ``reason`` says by which part of it."""
     return Decided(value, Source.MODEL, reason)
 
 

@@ -15,6 +15,8 @@ from interlock.reference.weights import SCALE_SUFFIX, block_size, plain_weights,
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
+    """What differs between full-attention and sliding-window layers."""
+
     sliding: bool
     heads: int
     kv_heads: int

@@ -11,10 +11,12 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., h] over the root of its mean square, times weight [h]."""
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
 def swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """x [T, h] -> [T, h]: down(silu(gate x) * up x), weights as checkpoints store them, [out, in]."""
     z = x @ gate.T
     return (z * torch.sigmoid(z) * (x @ up.T)) @ down.T
 

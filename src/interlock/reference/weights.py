@@ -29,6 +29,7 @@ def read_folder(folder: str | Path) -> tuple[dict[str, Any], dict[str, torch.Ten
 
 
 def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of an fp8 block; 128 x 128 where the config does not say."""
     rows, columns = (config.get("quantization_config") or {}).get("weight_block_size", (128, 128))
     return rows, columns
 

@@ -68,6 +68,7 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """A 400 that names the field at fault."""
     return ApiError(400, message, param=param, code=code)
 
 

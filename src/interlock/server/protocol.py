@@ -20,6 +20,8 @@ MAX_N = 128
 
 
 class Body(BaseModel):
+    """A JSON object of a request: unknown fields and values of another type are refused."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 
@@ -154,6 +156,8 @@ class TemplateBody(Body):
 
 
 class ToolName(Body):
+    """A function by its name."""
+
     name: str
 
 

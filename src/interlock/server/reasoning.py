@@ -53,6 +53,8 @@ def reasoning_format_for(template: str) -> ReasoningFormat | None:
 
 
 class Split(NamedTuple):
+    """New text of an answer, by where it belongs."""
+
     reasoning: str
     content: str
 

@@ -10,6 +10,8 @@ from interlock.server.protocol import Body, SamplingFields
 
 
 class TextFormat(Body):
+    """What the answer must match."""
+
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -18,6 +20,8 @@ class TextFormat(Body):
 
 
 class TextSettings(Body):
+    """``format`` as ``response_format`` of chat."""
+
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
@@ -31,11 +35,15 @@ class ReasoningSettings(Body):
 
 
 class FunctionChoice(Body):
+    """Forces a call of one function."""
+
     type: Literal["function"]
     name: str
 
 
 class ObfuscationOptions(Body):
+    """Streams are not padded with noise."""
+
     include_obfuscation: Literal[False] | None = None
 
 

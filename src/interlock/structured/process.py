@@ -41,6 +41,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_frame(stream: BinaryIO | IO[bytes], message: object) -> None:
+    """Length, then msgpack."""
     data = msgspec.msgpack.encode(message)
     stream.write(_LENGTH.pack(len(data)) + data)
     stream.flush()
@@ -63,6 +64,7 @@ def _read_exactly(stream: BinaryIO | IO[bytes], count: int) -> bytes | None:
 
 
 def main() -> None:
+    """The child that tries grammars: frames in on standard input, verdicts out on standard output."""
     steady_heap()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -119,6 +119,7 @@ def outcome_of(points: Sequence[Point], tolerance: float) -> Outcome:
 
 
 def compare_position(position: int, control: TokenLogprob, candidate: TokenLogprob) -> Point:
+    """How far apart two engines' log-probabilities of one position are, over the tokens that both report."""
     ours, theirs = _known(control), _known(candidate)
     shared = ours.keys() & theirs.keys()
     differences = {token: _difference(ours[token], theirs[token]) for token in shared}

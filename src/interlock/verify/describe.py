@@ -34,6 +34,7 @@ def fault_text(found: Attribution, control: LaunchPlan) -> str:
 
 
 def flip_text(flip: Flip) -> str:
+    """Where experts differ, which, and how near the choice was."""
     left, joined = (", ".join(map(str, experts)) for experts in (flip.left, flip.joined))
     return (
         f"routing flip at layer {flip.layer}, position {flip.position}: expert {left} against {joined}, "

@@ -71,6 +71,7 @@ def make_report(result: Result, facts: MachineFacts, notes: Sequence[str] = ()) 
 
 
 def write_json(report: Report, path: Path) -> None:
+    """``report.json``, indented; enums as their text."""
     content = msgspec.json.encode(msgspec.to_builtins(report, enc_hook=str))
     path.write_bytes(msgspec.json.format(content, indent=1) + b"\n")
 

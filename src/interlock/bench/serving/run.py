@@ -74,6 +74,11 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ServeResult:
+    """What was asked of a server, what every request got, and the figures of all.
+
+    ``warnings`` say what weakens the figures.
+    """
+
     spec: ServeSpec
     server: ServerFacts
     exchanges: tuple[Exchange, ...]

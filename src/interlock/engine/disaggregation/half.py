@@ -103,12 +103,14 @@ class Half(Generic[E]):
 
 
 def plain(message: AddRequest, reason: str) -> TokenDelta:
+    """The last delta of a request that ends for ``reason`` without tokens."""
     return TokenDelta(
         request_id=message.request_id, finish_reason=reason, prompt_tokens=len(message.token_ids)
     )
 
 
 def failed(message: AddRequest, error: str, *, refused: bool = False) -> TokenDelta:
+    """The last delta of a request that failed: by its own fault if ``refused``, else the other server's."""
     return msgspec.structs.replace(
         plain(message, "error"), error=error, refused=refused, peer_failed=not refused
     )

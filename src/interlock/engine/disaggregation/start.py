@@ -74,6 +74,7 @@ def bind_waker(context: zmq.Context[zmq.Socket[bytes]], inputs: zmq.Socket[bytes
 
 
 def wake_message() -> bytes:
+    """What a link sends to its own scheduler's socket, so that the loop takes its next turn at once."""
     message: ToEngine = Wake()
     return msgspec.msgpack.encode(message)
 

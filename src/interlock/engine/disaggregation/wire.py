@@ -133,6 +133,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
 
 
 class Close(msgspec.Struct, frozen=True, kw_only=True, tag="close"):
+    """Leader -> follower: write no more to the decode server ``target``."""
+
     target: int
 
 

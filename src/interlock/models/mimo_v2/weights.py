@@ -13,4 +13,5 @@ SKIPPED_PREFIXES = ("visual.", "audio_encoder.", "speech_embeddings.", "model.mt
 
 
 def tensor_specs(card: ModelCard) -> Iterator[TensorSpec]:
+    """Every tensor of the text model."""
     yield from decoder_specs(card)

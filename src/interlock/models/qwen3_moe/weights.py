@@ -12,4 +12,5 @@ SKIPPED_PREFIXES: tuple[str, ...] = ()
 
 
 def tensor_specs(card: ModelCard) -> Iterator[TensorSpec]:
+    """Every tensor of the model."""
     yield from decoder_specs(card)

@@ -61,6 +61,7 @@ def measurements() -> tuple[Measured, ...]:
 
 
 def parse_measurements(document: Mapping[str, Any]) -> tuple[Measured, ...]:
+    """Stored measurements, microseconds by runner and number of rows, rows ascending."""
     return tuple(
         Measured(
             ExpertShape(**entry["shape"]),

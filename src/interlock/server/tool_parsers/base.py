@@ -199,4 +199,5 @@ def among_text(forced: dict[str, Any], opening: str, *, parallel: bool) -> dict[
 
 
 def structural_tag(form: dict[str, Any]) -> dict[str, Any]:
+    """xgrammar's outermost object around a format."""
     return {"type": "structural_tag", "format": form}
