@@ -24,6 +24,7 @@ from interlock.models.card_reader import read_model_card
 from interlock.models.registry import model_families
 from interlock.moe.build import build_moe_context
 from interlock.moe.terms import Phase
+from interlock.nn.attention_backends.registry import build_attention
 from interlock.nn.context import ModelContext
 from interlock.parallel.topology import Groups
 from interlock.plan.card import ModelCard
@@ -166,6 +167,7 @@ def build_model(
     context = ModelContext(
         plan=plan,
         kernels=kernels,
+        attention=build_attention(plan.attention_backend, kernels),
         groups=groups,
         device=device,
         dtype=DTYPES[plan.dtype],

@@ -30,6 +30,7 @@ def make_plan(card: ModelCard, **overrides: Any) -> LaunchPlan:
         "num_hidden_layers": card.num_layers,
         "device": "cpu",
         "kernels": "torch",
+        "attention_backend": "paged_attention",
         "threads": 1,
         "seed": 0,
         "tp_size": 1,

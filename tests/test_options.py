@@ -31,6 +31,7 @@ FROZEN = [
     "seed",
     "device",
     "kernels",
+    "attention_backend",
     "threads",
     "tp_size",
     "ep_size",
@@ -102,6 +103,7 @@ CHANGED: dict[str, tuple[str, dict[str, object]]] = {
     "seed": ("7", {}),
     "device": ("cpu", {}),
     "kernels": ("torch", {}),
+    "attention_backend": ("paged_attention", {}),
     "threads": ("3", {}),
     "tp_size": ("2", {}),
     "ep_size": ("2", {"tp_size": 2}),
@@ -158,7 +160,7 @@ def deepep_machine() -> MachineFacts:
 
 ON_A_GPU = {"quantization", "cuda_graph_max_batch", "overlap_schedule", "ranks_per_gpu"}
 """Options that change a plan on a GPU only."""
-ONE_CHOICE = {"device", "disaggregation_transfer_backend"}
+ONE_CHOICE = {"device", "attention_backend", "disaggregation_transfer_backend"}
 """Options of which this machine leaves one value only, which auto takes too."""
 
 

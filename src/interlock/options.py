@@ -51,6 +51,18 @@ def _broken_runners() -> Mapping[str, str]:
     return expert_runners().broken
 
 
+def _attention_names() -> tuple[str, ...]:
+    from interlock.nn.attention_backends.registry import attention_backends
+
+    return tuple(sorted(attention_backends().entries))
+
+
+def _broken_attention() -> Mapping[str, str]:
+    from interlock.nn.attention_backends.registry import attention_backends
+
+    return attention_backends().broken
+
+
 def _runner_names() -> tuple[str, ...]:
     from interlock.moe.experts.registry import expert_runners
 
@@ -119,7 +131,13 @@ _DEFINITIONS: Final = (
         "kernels", Kind.CHOICE, AUTO, DEVICE, items=("kernels",),
         choices=("cpu", "torch", "triton"),
         help="kernel set: cpu is native C++, triton is for NVIDIA GPUs, torch the plain reference for any",
-        peers=("attention-backend", "kernel-backend"),
+        peers=("kernel-backend",),
+    ),
+    Option(
+        "attention_backend", Kind.CHOICE, AUTO, DEVICE, items=("attention_backend",),
+        choices=_attention_names, broken=_broken_attention,
+        help="what computes attention over the cached keys: the kernel of --kernels, or a library",
+        peers=("prefill-attention-backend", "decode-attention-backend"),
     ),
     Option(
         "threads", Kind.INTEGER, AUTO, DEVICE, items=("threads",), minimum=1,

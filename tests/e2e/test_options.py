@@ -311,6 +311,14 @@ def prove_max_request_bytes(launches: Launches) -> None:
     assert "65536" in answer.json()["error"]["message"]
 
 
+def prove_attention_backend(launches: Launches) -> None:
+    receipt("one", "attention_backend", "paged_attention")(launches)
+    refused(
+        *("tiny-random", "--device", "cpu", "--attention-backend", "flash_attention"),
+        words="--attention-backend flash_attention: runs on cuda, not on cpu",
+    )(launches)
+
+
 def prove_bootstrap_port(launches: Launches) -> None:
     receipt("prefill", "disaggregation_bootstrap_port", launches.port("bootstrap"))(launches)
 
@@ -342,6 +350,7 @@ PROOFS: Final[Mapping[str, Proof]] = MappingProxyType(
         "seed": receipt("one", "seed", 7),
         "device": receipt("one", "device", "cpu"),
         "kernels": receipt("one", "kernels", "torch"),
+        "attention_backend": prove_attention_backend,
         "threads": receipt("one", "threads", 2),
         "tp_size": receipt("two", "tp_size", 2),
         "ep_size": receipt("nodes", "ep_size", 2),

@@ -24,6 +24,7 @@ from interlock.kernels.registry import get_kernels
 from interlock.kv.cache import KVCache, Storage, allocate
 from interlock.models.registry import model_families
 from interlock.moe.build import build_moe_context
+from interlock.nn.attention_backends.registry import build_attention
 from interlock.nn.context import ModelContext
 from interlock.parallel.topology import Groups
 from interlock.plan.launch_plan import LaunchPlan
@@ -50,6 +51,7 @@ class ModelRunner:
         self.context = ModelContext(
             plan=plan,
             kernels=self.kernels,
+            attention=build_attention(plan.attention_backend, self.kernels),
             groups=groups,
             device=self.device,
             dtype=getattr(torch, plan.dtype),

@@ -10,6 +10,7 @@ The residual stream is replicated over attention-TP ranks. Legend: n tokens, m r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
@@ -177,10 +178,16 @@ class Decoder:
                 layer.experts.observer = observer
 
     def observed(self) -> dict[str, object]:
-        """Receipts of the network: plan item -> what its layers were built with."""
+        """Receipts of the network: plan item -> what its layers were built with.
+
+        An attention backend that some layer never called is not shown.
+        """
         attentions = [layer.attention for layer in self.layers]
         extras = {a.window_extra for a in attentions if a.window_extra is not None}
+        attention = asdict(self.context.attention.observed())
         return {
+            "attention_backend": attention["name"] if all(a.calls for a in attentions) else None,
+            "attention": attention,
             "dtype": str(self._embedding.weight.dtype).removeprefix("torch."),
             "sliding_window_extra": extras.pop() if len(extras) == 1 else sorted(extras) or None,
             "deterministic": all(a.is_deterministic for a in attentions),

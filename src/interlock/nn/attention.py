@@ -26,6 +26,9 @@ class Attention:
 
     Args:
         chunks: row chunks of a fused qkv tensor in the chunked layout (see ``checkpoint/qkv.py``).
+
+    Attributes:
+        calls: of the attention backend; captured ones count once.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Attention:
         self._q_norm = RMSNorm(context, eps) if card.has_qk_norm else None
         self._k_norm = RMSNorm(context, eps) if card.has_qk_norm else None
         self.sinks: torch.Tensor | None = None
+        self.calls = 0
 
     @property
     def window_extra(self) -> int | None:
@@ -120,8 +124,7 @@ class Attention:
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q), self._k_norm(k)
         pages = self._pages(step)
-        kernels = self._context.kernels
-        q = kernels.rope_and_store(
+        q = self._context.kernels.rope_and_store(
             q,
             k,
             v,
@@ -132,7 +135,8 @@ class Attention:
             slots=pages.slots,
             value_scale=self._card.value_scale,
         )
-        out = kernels.paged_attention(
+        self.calls += 1
+        out = self._context.attention.run(
             q,
             k_cache=cache.k,
             v_cache=cache.v,

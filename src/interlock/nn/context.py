@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from interlock.kernels.base import Kernels
+from interlock.nn.attention_backends.base import PagedAttention
 from interlock.parallel.topology import Groups
 from interlock.plan.launch_plan import LaunchPlan
 
@@ -21,11 +22,13 @@ class ModelContext:
 
     Attributes:
         dtype: of activations and of weights that are not kept quantised.
+        attention: computes over the cache, for all layers.
         moe: what MoE layers need on top (dispatcher, runner), built by ``moe/build.py``.
     """
 
     plan: LaunchPlan
     kernels: Kernels
+    attention: PagedAttention
     groups: Groups
     device: torch.device
     dtype: torch.dtype

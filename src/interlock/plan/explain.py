@@ -32,7 +32,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "deterministic",
         "seed",
     ),
-    "Machine": ("device", "kernels", "threads"),
+    "Machine": ("device", "kernels", "attention_backend", "threads"),
     "Ranks": (
         "tp_size",
         "ep_size",

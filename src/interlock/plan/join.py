@@ -18,11 +18,18 @@ from interlock.plan.facts import MachineFacts
 if TYPE_CHECKING:
     from interlock.moe.a2a.base import A2ABackend
     from interlock.moe.experts.base import ExpertRunner
+    from interlock.nn.attention_backends.base import AttentionBackend
 
 PREFERRED: Final[Mapping[Phase, tuple[Layout, ...]]] = {
     Phase.PREFILL: (Layout.CONTIGUOUS, Layout.MASKED, Layout.REPLICATED),
     Phase.DECODE: (Layout.MASKED, Layout.CONTIGUOUS, Layout.REPLICATED),
 }
+
+
+def _registered_attention() -> Mapping[str, AttentionBackend]:
+    from interlock.nn.attention_backends.registry import attention_backends
+
+    return attention_backends().entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,7 @@ class Declarations:
     a2a: Mapping[str, A2ABackend]
     runners: Mapping[str, ExpertRunner]
     transfers: Mapping[str, TransferBackend] = field(default_factory=dict)
+    attention: Mapping[str, AttentionBackend] = field(default_factory=_registered_attention)
 
     @staticmethod
     def registered() -> Declarations:
@@ -46,6 +54,7 @@ class Declarations:
         """Distribution names that any declaration needs."""
         requirements = [text for backend in self.a2a.values() for text in backend.packages]
         requirements += [text for runner in self.runners.values() for text in runner.packages]
+        requirements += [text for backend in self.attention.values() for text in backend.packages]
         transfers = self.transfers.values()
         requirements += [text for each in transfers for text in (*each.packages, *each.one_of)]
         looked_at = {name for backend in self.a2a.values() for name in backend.distributions}
@@ -151,7 +160,7 @@ def runner_problem(runner: ExpertRunner, here: Situation) -> str | None:
     return package_problem(runner.packages, here.facts) or runner.missing or None
 
 
-def capability_problem(wanting: ExpertRunner | A2ABackend, here: Situation) -> str | None:
+def capability_problem(wanting: ExpertRunner | A2ABackend | AttentionBackend, here: Situation) -> str | None:
     """Why the GPUs of this machine are too old or too new for a declaration, or None."""
     if here.device != "cuda":
         return None
@@ -190,17 +199,22 @@ def requirement_name(requirement: str) -> str:
     return Requirement(requirement).name
 
 
-def package_problem(requirements: Iterable[str], facts: MachineFacts) -> str | None:
-    """The first of ``requirements`` (PEP 508 texts) that is missing or has another version, or None."""
+def package_problem(requirements: Iterable[str], facts: MachineFacts, *, install: str = "") -> str | None:
+    """The first of ``requirements`` (PEP 508 texts) that is missing or has another version, or None.
+
+    Args:
+        install: the command that installs them, where it is not ``pip install`` with the requirement.
+    """
     for text in requirements:
         from packaging.requirements import Requirement
 
         needed = Requirement(text)
         version = facts.packages.get(needed.name)
+        how = install or f"pip install '{text}'"
         if version is None:
-            return f"needs the package {text}, which is not installed (pip install '{text}')"
+            return f"needs the package {text}, which is not installed ({how})"
         if not needed.specifier.contains(version, prereleases=True):
-            return f"needs the package {text}; {version} is installed (pip install '{text}')"
+            return f"needs the package {text}; {version} is installed ({how})"
     return None
 
 

@@ -61,6 +61,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         kv_cache_dtype: "float32" or "bfloat16" (or "fp8_e4m3" where a device supports it).
         device: "cpu" or "cuda".
         kernels: name of the kernel set ("cpu", "torch", ...).
+        attention_backend: name of what computes attention over the cache.
         threads: intra-op threads of each rank.
         tp_size: ranks in the world.
         ep_size: expert-parallel ranks; experts are sliced over tp_size / ep_size ranks.
@@ -160,6 +161,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     disaggregation_timeout: float = 0.0
     disaggregation_queue_timeout: float = 0.0
 
+    attention_backend: str = "paged_attention"
     moe_a2a_mode: str = ""
     moe_overlap: bool = False
     ranks_per_gpu: int = 1

@@ -146,6 +146,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "num_hidden_layers": _RANK,
     "device": _RANK,
     "kernels": _RANK,
+    "attention_backend": _RANK,
     "threads": _RANK,
     "seed": _RANK,
     "tp_size": _RANK,
@@ -219,7 +220,7 @@ LAYER_RULES: Final[Mapping[str, Rule]] = {
 """What every layer must show beside the plan items: calls in the warm-up, in the plan's dtype. A layer
 that was built without its dispatcher shows neither."""
 
-DETAILS: Final = frozenset({"moe_layers", "moe_dispatcher", "start"})
+DETAILS: Final = frozenset({"moe_layers", "moe_dispatcher", "attention", "start"})
 """Entries of a rank's receipts that hold details instead of one item."""
 
 

@@ -11,6 +11,7 @@ from interlock.moe.a2a.base import A2ABackend
 from interlock.options import Options
 from interlock.plan import decided as from_
 from interlock.plan.a2a_buffers import Exchange, buffer_bytes
+from interlock.plan.attention import CacheFormat, decide_attention
 from interlock.plan.capacity import Limits, decide_limits, refuse_capacity_beyond
 from interlock.plan.card import ModelCard
 from interlock.plan.cut import cut_card
@@ -92,7 +93,10 @@ def _resolve(
     overlap = decide_overlap(options, card, moe.backend, declared, limits)
     exchange = _exchange(world, moe, halves=overlap.value)
     buffers = buffer_bytes(moe.backend, card, moe.experts, limits, exchange, slices.dtype_bytes)
-    stepping = decide_stepping(options, compute, world, limits, moe.backend, mode)
+    cache = CacheFormat(compute.kv_cache_dtype.value, limits.page_size.value)
+    attention = decide_attention(options, card, declared.attention, situation, cache)
+    attends = declared.attention[attention.value]
+    stepping = decide_stepping(options, compute, world, limits, moe.backend, attends, mode)
     fixed = Fixed(
         weights=weight_bytes(card, slices),
         a2a_buffers=buffers,
@@ -106,6 +110,7 @@ def _resolve(
     items: dict[str, Decided[Any]] = {
         **_identity(options, card, model_path),
         **compute.items(),
+        "attention_backend": attention,
         **linears.items(),
         "num_hidden_layers": layers,
         **world.items(),

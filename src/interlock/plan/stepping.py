@@ -8,6 +8,7 @@ from typing import Any, Final
 from interlock.errors import Refusal
 from interlock.moe.a2a.base import A2ABackend
 from interlock.moe.terms import Phase
+from interlock.nn.attention_backends.base import AttentionBackend
 from interlock.options import Options
 from interlock.plan.capacity import Limits
 from interlock.plan.decided import Decided, asked_integer, asked_text, rule
@@ -31,14 +32,21 @@ class Stepping:
 
 
 def decide_stepping(
-    options: Options, compute: Compute, world: World, limits: Limits, backend: A2ABackend | None, mode: str
+    options: Options,
+    compute: Compute,
+    world: World,
+    limits: Limits,
+    backend: A2ABackend | None,
+    attention: AttentionBackend,
+    mode: str,
 ) -> Stepping:
     """Graphs and overlap where nothing stands against them; what was asked for and cannot be is refused.
 
     Args:
         mode: of disaggregation.
     """
-    graphs = _graphs(options, compute, world, limits, backend, mode)
+    problem = _no_graphs(compute, world, backend, attention, mode)
+    graphs = _graphs(options, world, limits, problem)
     return Stepping(graphs, _overlap(options, compute, world))
 
 
@@ -49,12 +57,9 @@ def graph_sizes(largest: int) -> tuple[int, ...]:
     return (*(size for size in GRAPH_SIZES if size < largest), largest)
 
 
-def _graphs(
-    options: Options, compute: Compute, world: World, limits: Limits, backend: A2ABackend | None, mode: str
-) -> Decided[tuple[int, ...]]:
+def _graphs(options: Options, world: World, limits: Limits, problem: str | None) -> Decided[tuple[int, ...]]:
     asked = asked_integer(options, "cuda_graph_max_batch")
     running = limits.max_running_requests.value
-    problem = _no_graphs(compute, world, backend, mode)
     if asked is not None and asked.value:
         if problem is None and asked.value > running:
             problem = f"no batch is larger than {running} (--max-running-requests)"
@@ -76,7 +81,9 @@ def _graphs(
     return rule(graph_sizes(largest), f"{reason}; --max-running-requests is {running}")
 
 
-def _no_graphs(compute: Compute, world: World, backend: A2ABackend | None, mode: str) -> str | None:
+def _no_graphs(
+    compute: Compute, world: World, backend: A2ABackend | None, attention: AttentionBackend, mode: str
+) -> str | None:
     """Why decode steps cannot be captured; None when they can."""
     if mode == PREFILL:
         return "a prefill server runs no decode steps (--disaggregation-mode prefill)"
@@ -88,6 +95,8 @@ def _no_graphs(compute: Compute, world: World, backend: A2ABackend | None, mode:
         return "attention replicas decode batches of different sizes, and a graph has one (--attn-dp-size 1)"
     if backend is not None and Phase.DECODE not in backend.capturable:
         return f"--moe-a2a-backend {backend.name} cannot be captured"
+    if not attention.capturable:
+        return f"--attention-backend {attention.name} cannot be captured"
     return None
 
 

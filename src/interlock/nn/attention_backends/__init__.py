@@ -1,0 +1,1 @@
+"""Attention backends: what computes attention over the paged cache, by declaration."""
