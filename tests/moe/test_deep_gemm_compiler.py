@@ -158,6 +158,11 @@ def wanted(x, x_scales, weight, scales) -> torch.Tensor:
     return left @ right.T
 
 
+def ask(library: DeepGemm, rows: int = ROWS, own=None) -> torch.Tensor | None:
+    """Its product of ``operands``; ``own`` is what it is compared with, the exact one by default."""
+    return library.dense(*operands(rows), own or (lambda: wanted(*operands(rows)).to(torch.bfloat16)))
+
+
 @pytest.fixture
 def rehearsal(monkeypatch):
     """Switch: whether launches are only rehearsed."""
@@ -173,24 +178,37 @@ def rehearsal(monkeypatch):
 
 def test_it_serves_the_rows_that_were_rehearsed_and_no_others(rehearsal) -> None:
     library = DeepGemm(FakeModule())
-    assert library.dense(*operands()) is None, "nothing was rehearsed"
+    assert ask(library) is None, "nothing was rehearsed"
     rehearsal(True)
-    assert library.dense(*operands()) is None
+    assert ask(library) is None
     rehearsal(False)
-    got = library.dense(*operands())
+    got = ask(library)
     assert got is not None
     want = wanted(*operands())
     assert float((got.double() - want).norm() / want.norm()) < 4e-3
-    assert library.dense(*operands(128)) is None
+    assert ask(library, 128) is None
     called = {"compiled_dims": "nk", "shape": (ROWS, WIDTH)}
     assert library.module.calls == [("dense", called)] * 2, "once to compile it, once for the result"
+
+
+@pytest.mark.parametrize("wrong", [1.05, 0.0, float("nan")])
+def test_a_product_that_differs_from_our_own_is_not_used(rehearsal, caplog, wrong) -> None:
+    library = DeepGemm(FakeModule())
+    rehearsal(True)
+    ask(library)
+    rehearsal(False)
+    own = (wanted(*operands()) * wrong).to(torch.bfloat16)
+    assert ask(library, own=lambda: own) is own
+    assert "256 rows with a weight of 384 x 256 differs from our own" in caplog.text
+    assert ask(library, own=lambda: own) is None
+    assert len(library.module.calls) == 2, "it was asked again"
 
 
 @pytest.mark.parametrize("rows", [ROWS - 1, 64])
 def test_rows_that_are_no_whole_blocks_are_not_compiled_for(rehearsal, rows) -> None:
     library = DeepGemm(FakeModule())
     rehearsal(True)
-    assert library.dense(*operands(rows)) is None
+    assert ask(library, rows) is None
     rehearsal(False)
     library.finish()
     assert library.module.calls == []
@@ -200,20 +218,20 @@ def test_the_first_call_waits_for_its_compiler(rehearsal) -> None:
     held, library = Event(), DeepGemm(FakeModule())
     library.compile_ahead((0,), [lambda _: held.wait(10)])
     rehearsal(True)
-    library.dense(*operands())
+    ask(library)
     rehearsal(False)
     assert library.module.calls == []
     held.set()
-    assert library.dense(*operands()) is not None
+    assert ask(library) is not None
 
 
 def test_a_compiler_that_fails_is_told_at_the_first_call(rehearsal) -> None:
     library = DeepGemm(SimpleNamespace())
     rehearsal(True)
-    library.dense(*operands())
+    ask(library)
     rehearsal(False)
     with pytest.raises(StartupError, match=r"fp8_gemm_nt.*triton_fp8"):
-        library.dense(*operands())
+        ask(library)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +245,7 @@ def test_the_table_says_from_how_many_rows_a_linear_takes_it(
     config = Tiles(256, True, 16, 4, deep_gemm_from=start)
     asked: list[LinearShape] = []
     monkeypatch.setattr(linear, "choose", lambda shape, rows: (asked.append(shape), config)[1])
-    own = torch.zeros(ROWS, WIDTH, dtype=dtype)
+    own = wanted(*operands()).to(dtype)
     monkeypatch.setattr(linear, "launch", lambda *arguments: own)
     library, kernels = DeepGemm(FakeModule()), TritonKernels()
     kernels.take_dense_products(library)
@@ -281,10 +299,10 @@ def test_on_a_gpu_it_equals_float64(rehearsal) -> None:
     x, x_scales = quantise_rows(torch.randn(1024, 4096, device="cuda").to(torch.bfloat16))
     weight = torch.randn(13568, 4096, device="cuda").to(torch.float8_e4m3fn)
     scales = torch.rand(106, 32, device="cuda")
-    rehearsal(True)
-    assert library.dense(x, x_scales, weight, scales) is None
-    rehearsal(False)
-    got = library.dense(x, x_scales, weight, scales)
-    assert got is not None
     want = wanted(x, x_scales, weight, scales)
+    rehearsal(True)
+    assert library.dense(x, x_scales, weight, scales, lambda: want) is None
+    rehearsal(False)
+    got = library.dense(x, x_scales, weight, scales, lambda: want)
+    assert got is not None
     assert float((got.double() - want).norm() / want.norm()) < 4e-3

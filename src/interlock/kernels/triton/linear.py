@@ -70,11 +70,15 @@ def linear_fp8(
         return torch.empty(0, weight.out_features, dtype=out_dtype, device=x.device)
     config = choose(LinearShape(weight.out_features, weight.in_features, "fp8"), rows)
     assert not isinstance(config, Library), "the vendor's library computes no block-fp8 linears"
+
+    def own() -> torch.Tensor:
+        return launch(config, x, x_scales, data.weight, data.scales, out_dtype)
+
     if products is not None and out_dtype == torch.bfloat16 and _prefers_products(config, rows):
-        out = products.dense(x, x_scales, data.weight, data.scales)
+        out = products.dense(x, x_scales, data.weight, data.scales, own)
         if out is not None:
             return out
-    return launch(config, x, x_scales, data.weight, data.scales, out_dtype)
+    return own()
 
 
 def _prefers_products(config: LinearConfig, rows: int) -> bool:

@@ -38,6 +38,8 @@ kernel serves all batches and none is compiled while serving."""
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Rows, their scales, weight, its scales."""
+AGREES_WITHIN = 1e-2
+"""Relative difference of two products whose sums of float32 were rounded to bfloat16 (2^-9 each)."""
 BLOCK_ROWS = 128
 """The most rows of a block of its grouped products; all are stored."""
 
@@ -57,7 +59,7 @@ class DeepGemm:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deep-gemm")
         self._copies = None if load_copy is None else Copies(load_copy)
         self._compiled: dict[tuple[int, ...], Future[None]] = {}
-        self._settled: set[tuple[int, ...]] = set()
+        self._agrees: dict[tuple[int, ...], bool] = {}
 
     def compile_ahead(self, shape: tuple[int, ...], products: Sequence[Callable[[DeepGemm], None]]) -> None:
         """Have ``products`` compiled beside this thread, once for each shape; ``finish`` before other calls.
@@ -126,7 +128,12 @@ class DeepGemm:
         return out
 
     def dense(
-        self, x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
+        self,
+        x: torch.Tensor,
+        x_scales: torch.Tensor,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        own: Callable[[], torch.Tensor],
     ) -> torch.Tensor | None:
         """See ``DenseProducts.dense``. Its tiles depend on the number of rows, so it is compiled for those
         that are rehearsed (a full chunk) and serves no others."""
@@ -137,12 +144,21 @@ class DeepGemm:
         if rehearsing():
             self.compile_ahead(shape, [partial(_multiply, operands=(x, x_scales, weight, scales))])
             return None
-        if shape not in self._compiled:
+        if shape not in self._compiled or self._agrees.get(shape) is False:
             return None
-        if shape not in self._settled:
-            self.finish()
-            self._settled.add(shape)
-        return self.multiply(x, x_scales, weight, scales)
+        if shape in self._agrees:
+            return self.multiply(x, x_scales, weight, scales)
+        self.finish()
+        out, expected = self.multiply(x, x_scales, weight, scales), own()
+        difference = relative_difference(out, expected)
+        self._agrees[shape] = difference <= AGREES_WITHIN
+        if not self._agrees[shape]:
+            logger.warning(
+                "deep_gemm: the dense product of %d rows with a weight of %d x %d differs from our own "
+                "by %.3g (at most %g is rounding): it is not used",
+                *(rows, width, depth, difference, AGREES_WITHIN),
+            )
+        return out if self._agrees[shape] else expected
 
     def multiply(
         self, x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
@@ -183,6 +199,12 @@ class DeepGemm:
             expected_rows,
         )
         return out
+
+
+def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of ``expected``; 0 where both are 0, NaN where one has a NaN."""
+    wanted = expected.float()
+    return float((found.float() - wanted).norm() / wanted.norm().clamp_min(torch.finfo(torch.float32).tiny))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
