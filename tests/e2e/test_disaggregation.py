@@ -158,7 +158,9 @@ def streamed(url: str, body: dict[str, Any]) -> dict[int, dict[str, Any]]:
         assert answer.status_code == 200, answer.read()
         lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
     for line in lines:
-        for choice in bare(json.loads(line[6:]))["choices"]:
+        event = bare(json.loads(line[6:]))
+        assert "choices" in event, line
+        for choice in event["choices"]:
             joined = found.setdefault(choice["index"], {"text": "", "scores": [], "end": None})
             joined["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
             scores = choice.get("logprobs") or {}
@@ -240,6 +242,11 @@ def in_background(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_server_fails_its_requests_only_and_comes_back(cluster: Cluster, role: str) -> None:
     """Case H03: an error at once, the other side's pages are free, and the pair serves again."""
+    killed_and_back(cluster, role)
+
+
+def killed_and_back(cluster: Cluster, role: str) -> None:
+    """Kill a server's ranks under requests, start it again, and ask."""
     body = completion(70, max_tokens=100, ignore_eos=True)
     asked = [
         in_background(lambda: httpx.post(f"{cluster.proxy}/v1/completions", json=body, timeout=60))
