@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("set TRITON_INTERPRET=1 to run the GPU kernels on the CPU", allow_module_level=True)
 
 from interlock.moe.a2a.base import MaskedRows  # noqa: E402
-from interlock.moe.a2a.symmetric import BACKEND, dispatcher, exchange, pulled, shape  # noqa: E402
+from interlock.moe.a2a.symmetric import BACKEND, exchange, pulled, shape  # noqa: E402
 from interlock.moe.a2a.symmetric.exchange import Arrived  # noqa: E402
 from interlock.moe.a2a.symmetric.shape import RegionShape  # noqa: E402
 from interlock.moe.conformance.backend_suite import run_backend_suite  # noqa: E402
@@ -30,6 +28,7 @@ from interlock.moe.conformance.received import check_received, computed  # noqa:
 from interlock.moe.terms import Layout, Phase  # noqa: E402
 from interlock.parallel.topology import Groups  # noqa: E402
 from tests.moe.symmetric.simulated import LOOKS, Simulated, shape_of  # noqa: E402
+from tests.moe.symmetric.without_gpu import take_gpu_away  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -265,32 +264,12 @@ def test_rows_beyond_the_memory_are_not_written() -> None:
 
 
 def test_the_dispatcher_of_one_rank_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole suite, misuse and receipts included, with the device's clock and events taken away.
+    """The whole suite, misuse and receipts included.
 
     The interpreter runs the programs of a launch one after the other, so that it would stand still if one of
     them waited for a later one: with ranks that share a GPU none does.
     """
-    plain_zeros = torch.zeros
-
-    def zeros(*size: object, pin_memory: bool = False, **options: object) -> torch.Tensor:
-        return plain_zeros(*size, **options)  # type: ignore[call-overload, no-any-return]
-
-    done = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
-    monkeypatch.setattr(torch, "zeros", zeros)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: done)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(dispatcher, "_indexed", lambda device: device)
-    on_cpu = replace(BACKEND, devices=frozenset({"cpu"}), packages=())
-    monkeypatch.setattr(dispatcher, "BACKEND", on_cpu)
-    monkeypatch.setattr(dispatcher, "_multiprocessors", lambda device: 100)
-    combine = pulled.PulledExchange.combine
-
-    def rounded(self: pulled.PulledExchange, results: torch.Tensor, *rest: Any) -> torch.Tensor:
-        """The interpreter cuts bfloat16 off instead of rounding."""
-        return combine(self, results, *rest, out_dtype=torch.float32).to(results.dtype)
-
-    monkeypatch.setattr(pulled.PulledExchange, "combine", rounded)
+    on_cpu = take_gpu_away(monkeypatch)
     found = run_backend_suite(on_cpu, Groups.single(), device="cpu", cases=16, seed=2, ranks_per_gpu=2)
     assert found.failures == []
     assert found.cases == 16
