@@ -153,21 +153,25 @@ class Scheduler:
 
     # ---- requests whose prompt is computed elsewhere
 
-    def reserve(self, message: AddRequest, grammar: GrammarState | None = None) -> Request | None:
-        """Take a slot and pages for a prompt that another server computes; None while there is no room.
+    def expect(self, message: AddRequest, grammar: GrammarState | None = None) -> Request:
+        """A request whose prompt another server computes. It holds nothing, and may be dropped, until
+        ``reserve``."""
+        return self._new_request(message, grammar)
+
+    def reserve(self, request: Request) -> bool:
+        """Take a slot and pages for an expected request; False while there is no room.
 
         The request is nobody's to schedule, retract or abort until ``arrive`` or ``give_up``.
         """
         if not self.table.free_rows or len(self._waiting):
-            return None
-        request = self._new_request(message, grammar)
+            return False
         path = self.store.match(request.tokens, request.prompt_len)
         growing = len(self.admitted) + len(self.reception)
         if not self.reception.has_room(request, path, beside=growing):
-            return None
+            return False
         request.queue_seconds = time.monotonic() - request.arrived
         self.reception.enter(request, self.table, path)
-        return request
+        return True
 
     def arrive(self, request: Request, arrival: Arrival) -> list[TokenDelta]:
         """The keys and values of a reserved request are here, and its first token: it goes on from there."""

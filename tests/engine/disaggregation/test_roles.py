@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import msgspec
@@ -227,6 +228,20 @@ def test_time_in_a_queue_is_not_time_that_the_peer_is_silent() -> None:
     assert pair.time > 10 * 2
     for name in names:
         verify(pair, name)
+
+
+def test_a_decode_servers_queue_time_counts_from_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until a slot comes free; and what waits is made ready once, not anew in every turn."""
+    pair = Pair(decode={"max_running_requests": 1})
+    monkeypatch.setattr(time, "monotonic", lambda: pair.time)
+    names = [pair.add(prompt_of(9, salt=i), max_tokens=40, **LONG) for i in range(3)]
+    pair.run()
+    waited = sorted(pair.decode.streams[name].deltas[0].queue_seconds or 0.0 for name in names)
+    steps = 39 * STEP_SECONDS
+    assert [seconds >= before * steps for before, seconds in enumerate(waited)] == [True] * 3
+    assert pair.decode.scheduler._arrivals == 3
 
 
 def test_rooms_survive_an_abort_storm() -> None:

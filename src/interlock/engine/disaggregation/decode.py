@@ -75,11 +75,12 @@ class PeerService(Protocol):
 
 @dataclass(slots=True)
 class _Intake:
-    """One key. ``held``: tokens of the prompt that need not come."""
+    """One key. ``expected``: the request before it holds pages, ``request``: while it does; ``held``: tokens
+    of the prompt that need not come."""
 
     key: Key
     message: AddRequest
-    grammar: GrammarState | None
+    expected: Request
     peer: int
     state: State
     deadline: float
@@ -138,8 +139,9 @@ class DecodeRole(Half[_Intake]):
         peer = self._service.reach(message.meeting)
         if (peer, key) in self._intakes or message.request_id in self._by_request:
             return [failed(message, f"room {key[0]} is already in use; rooms must be unique", refused=True)]
+        expected = self._scheduler.expect(message, grammar)
         intake = _Intake(
-            key, message, grammar, peer, State.MEETING, self._now() + self._seconds[State.MEETING]
+            key, message, expected, peer, State.MEETING, self._now() + self._seconds[State.MEETING]
         )
         self._intakes[peer, key] = self._by_request[message.request_id] = intake
         self._service.send(peer, Join(key=key, digest=digest(message)))
@@ -228,8 +230,8 @@ class DecodeRole(Half[_Intake]):
 
     def _reserve(self, intake: _Intake) -> bool:
         """Give it a slot and pages if there are any."""
-        request = self._scheduler.reserve(intake.message, intake.grammar)
-        if request is None:
+        request = intake.expected
+        if not self._scheduler.reserve(request):
             return False
         intake.request = request
         table, geometry, slot = self._scheduler.table, self._scheduler.geometry, request.slot
