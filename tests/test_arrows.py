@@ -78,6 +78,19 @@ def test_what_the_plan_reads_is_light(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
+def test_attention_backends_are_named_nowhere_but_in_their_folders() -> None:
+    folder = "interlock.nn.attention_backends"
+    named = [
+        f"{path.relative_to(SOURCE)}: {other}"
+        for path in files()
+        for other in imports(path)
+        if other.startswith(f"{folder}.")
+        and other.split(".")[3] not in ("base", "registry")
+        and "attention_backends" not in path.parts
+    ]
+    assert named == []
+
+
 def test_backends_are_named_nowhere_but_in_their_folders() -> None:
     """Models, layers and the engine import no backend and no runner: those are built by what they declare."""
     declared = ("base", "registry", "checked", "choice")

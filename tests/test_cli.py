@@ -157,6 +157,8 @@ def test_backends_shows_each_combination(capsys: pytest.CaptureFixture[str]) -> 
     rows = {(c["a2a"], c["runner"], c["phase"], c["weight_format"]) for c in content["combinations"]}
     assert ("collective", "torch", "decode", "fp8_block") in rows
     assert all(c["problem"] or c["layout"] for c in content["combinations"])
+    problems = {each["backend"]: each["problem"] for each in content["attention"]}
+    assert problems == {"paged_attention": None, "flash_attention": "runs on cuda, not on cpu"}
     assert run(["backends", "--device", "cuda"]) == 0
     assert "runs on cpu, not on cuda" in " ".join(capsys.readouterr().out.split())
     assert run(["backends", "--device", "tpu"]) == 2

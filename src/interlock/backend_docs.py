@@ -10,6 +10,8 @@ from interlock.moe.a2a.registry import a2a_backends
 from interlock.moe.experts.base import ExpertRunner
 from interlock.moe.experts.registry import expert_runners
 from interlock.moe.terms import Layout, Phase
+from interlock.nn.attention_backends.base import AttentionBackend
+from interlock.nn.attention_backends.registry import attention_backends
 from interlock.plan.join import pair_problem, shared_layout
 
 T = TypeVar("T")
@@ -23,7 +25,8 @@ proven correct by `interlock evidence list`.
 
 An *a2a backend* (`--moe-a2a-backend`) moves tokens to the ranks that hold their experts and brings the
 results home. A *runner* (`--moe-runner-backend`) computes the experts. They meet in a
-[layout](concepts.md#layouts) of rows.
+[layout](concepts.md#layouts) of rows. An [*attention backend*](attention.md) (`--attention-backend`) computes
+attention over the cached keys and values.
 """
 
 
@@ -31,7 +34,9 @@ def backends_markdown() -> str:
     """The whole page."""
     a2a = _own(a2a_backends().entries.values(), lambda backend: backend.dispatcher)
     runners = _own(expert_runners().entries.values(), lambda runner: runner.runner)
-    return HEADER + _a2a_table(a2a) + _runner_table(runners) + _pair_table(a2a, runners)
+    attention = _own(attention_backends().entries.values(), lambda backend: backend.backend)
+    tables = (_a2a_table(a2a), _runner_table(runners), _attention_table(attention), _pair_table(a2a, runners))
+    return HEADER + "".join(tables)
 
 
 def _own(entries: Iterable[T], symbol: Callable[[T], str]) -> list[T]:
@@ -74,6 +79,42 @@ def _runner_table(runners: Iterable[ExpertRunner]) -> str:
     ]
     head = ("runner", "how", "devices", "weights", "activations", "row invariant", "needs")
     return "\n## Runners\n" + _table(head, rows)
+
+
+def _attention_table(backends: Iterable[AttentionBackend]) -> str:
+    rows = [
+        (
+            f"`{backend.name}`",
+            backend.summary,
+            _list(backend.devices) + _capabilities(backend),
+            _list(backend.dtypes),
+            _list(backend.kv_dtypes) if backend.kv_dtypes else "any",
+            "; ".join(map(str, backend.head_widths)) or "any",
+            _list(
+                what
+                for what, has in (
+                    ("windows", backend.windows),
+                    ("sinks", backend.sinks),
+                    ("CUDA graphs", backend.capturable),
+                    ("row invariant", backend.row_invariant),
+                )
+                if has
+            ),
+            _list(backend.packages),
+            f"no: wants {backend.never_run}" if backend.never_run else "yes",
+        )
+        for backend in backends
+    ]
+    head = ("backend", "how", "devices", "queries", "cache", "head widths", "has", "needs", "ever run")
+    return "\n## Attention backends\n" + _table(head, rows)
+
+
+def _capabilities(backend: AttentionBackend) -> str:
+    """Compute capabilities that it is limited to, in brackets."""
+    low, high = backend.min_capability, backend.max_capability
+    if high is None:
+        return f" ({low[0]}.{low[1]} or more)" if low > (0, 0) else ""
+    return f" ({low[0]}.{low[1]} to {high[0]}.{high[1]})" if low != high else f" ({low[0]}.{low[1]})"
 
 
 def _pair_table(backends: list[A2ABackend], runners: list[ExpertRunner]) -> str:

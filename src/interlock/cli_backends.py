@@ -9,7 +9,7 @@ from interlock.plan.disaggregation import transfer_problem
 from interlock.plan.facts import MachineFacts
 from interlock.plan.join import Declarations
 from interlock.plan.kernel_choice import default_kernels
-from interlock.plan.matrix import Cell, matrix, summaries
+from interlock.plan.matrix import Cell, attention_problems, matrix, summaries
 
 
 def show(facts: MachineFacts, *, device: str | None, as_json: bool) -> int:
@@ -18,7 +18,8 @@ def show(facts: MachineFacts, *, device: str | None, as_json: bool) -> int:
     if device not in ("cpu", "cuda"):
         raise Refusal(option="--device", given=device, rule="is neither cpu nor cuda")
     declared = Declarations.registered()
-    cells = list(matrix(declared, facts, device=device, kernels=default_kernels(facts, device, 1)))
+    kernels = default_kernels(facts, device, 1)
+    cells = list(matrix(declared, facts, device=device, kernels=kernels))
     if as_json:
         import msgspec
 
@@ -31,10 +32,20 @@ def show(facts: MachineFacts, *, device: str | None, as_json: bool) -> int:
             }
             for name, each in declared.transfers.items()
         ]
-        content = {"device": device, "combinations": cells, "transfers": transfers, "broken": broken()}
+        attention = [
+            {"backend": each.name, "summary": each.summary, "never_run": each.never_run, "problem": problem}
+            for each, problem in attention_problems(declared, facts, device=device, kernels=kernels)
+        ]
+        content = {
+            "device": device,
+            "combinations": cells,
+            "attention": attention,
+            "transfers": transfers,
+            "broken": broken(),
+        }
         print(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
         return 0
-    _print(declared, cells, device, facts)
+    _print(declared, cells, device, facts, kernels)
     return 0
 
 
@@ -43,11 +54,13 @@ def broken() -> dict[str, str]:
     from interlock.kv.transfer.registry import transfer_backends
     from interlock.moe.a2a.registry import a2a_backends
     from interlock.moe.experts.registry import expert_runners
+    from interlock.nn.attention_backends.registry import attention_backends
 
-    return {**a2a_backends().broken, **expert_runners().broken, **transfer_backends().broken}
+    catalogues = (a2a_backends(), expert_runners(), attention_backends(), transfer_backends())
+    return {name: reason for each in catalogues for name, reason in each.broken.items()}
 
 
-def _print(declared: Declarations, cells: list[Cell], device: str, facts: MachineFacts) -> None:
+def _print(declared: Declarations, cells: list[Cell], device: str, facts: MachineFacts, kernels: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -64,6 +77,12 @@ def _print(declared: Declarations, cells: list[Cell], device: str, facts: Machin
         console = Console(width=180)
     console.print(names)
     console.print(table)
+    computes = Table(title="Attention over the cache", title_justify="left", box=None)
+    for column in ("attention", ""):
+        computes.add_column(column, overflow="fold")
+    for backend, problem in attention_problems(declared, facts, device=device, kernels=kernels):
+        computes.add_row(backend.name, "ready" if problem is None else f"no: {problem}")
+    console.print(computes)
     moves = Table(title="Between prefill and decode servers", title_justify="left", box=None)
     for column in ("transfer", "", "pages"):
         moves.add_column(column, overflow="fold")

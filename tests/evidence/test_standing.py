@@ -78,6 +78,23 @@ def test_another_device_and_a_sibling_family_are_said_as_such(tmp_path: Path) ->
     assert "proven for a sibling family, qwen3_moe" in proof.sentence
 
 
+def test_another_attention_backend_is_another_combination(tmp_path: Path) -> None:
+    """Records from before there was a choice are of the kernel set's own."""
+    flash = msgspec.structs.replace(plan_of(), attention_backend="flash_attention")
+    assert told(flash, tmp_path, sample()).standing is Standing.UNPROVEN
+    arms = []
+    for arm in sample().arms:
+        plan = {name: value for name, value in (arm.plan or {}).items() if name != "attention_backend"}
+        receipts = {
+            rank: {name: value for name, value in items.items() if name != "attention_backend"}
+            for rank, items in arm.receipts.items()
+        }
+        arms.append(replace(arm, plan=plan, receipts=receipts))
+    old = replace(sample(), arms=tuple(arms)).sealed()
+    assert told(plan_of(), tmp_path / "old", old).standing is Standing.PROVEN
+    assert told(flash, tmp_path / "old").standing is Standing.UNPROVEN
+
+
 def test_a_rehearsal_proves_the_computation_and_not_the_links(tmp_path: Path) -> None:
     one_gpu = gpu_machine(gpus=4)
     plan = resolve(Options.of(model=FOLDER, tp_size=4), tiny_card(dtype="bfloat16"), one_gpu)

@@ -13,7 +13,8 @@ from interlock.evidence.schema import Arm, Evidence, arm_plan, digest_of
 
 DECISIVE: Final = (
     "model_family", "moe_a2a_backend", "moe_runner_backend", "moe_layout_prefill", "moe_layout_decode",
-    "dtype", "kv_cache_dtype", "kernels", "device", "tp_size", "ep_size", "attn_dp_size", "deterministic",
+    "dtype", "kv_cache_dtype", "kernels", "attention_backend", "device", "tp_size", "ep_size", "attn_dp_size",
+    "deterministic",
 )  # fmt: skip
 """Plan items on which the numbers that a model computes depend."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import msgspec
@@ -157,6 +158,10 @@ def digest_of(evidence: Evidence) -> str:
     return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
 
 
+EARLIER: Final[Mapping[str, str]] = MappingProxyType({"attention_backend": "paged_attention"})
+"""What held of every launch before plans had these items."""
+
+
 def arm_plan(arm: Arm) -> Mapping[str, Any]:
     """The recorded plan; empty for a server of another make."""
-    return arm.plan or {}
+    return {**EARLIER, **arm.plan} if arm.plan else {}

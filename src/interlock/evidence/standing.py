@@ -11,7 +11,7 @@ from interlock.errors import Refusal
 from interlock.evidence.check import problems
 from interlock.evidence.ledger import Entry, default_folders, entries
 from interlock.evidence.record import device_facts
-from interlock.evidence.schema import Evidence, arm_plan
+from interlock.evidence.schema import EARLIER, Evidence, arm_plan
 from interlock.options import OPTIONS
 from interlock.plan.facts import MachineFacts
 from interlock.plan.launch_plan import LaunchPlan, Source
@@ -24,6 +24,7 @@ PROVEN_ITEMS = (
     "moe_a2a_backend",
     "moe_runner_backend",
     "kernels",
+    "attention_backend",
     "dtype",
     "device",
 )
@@ -45,6 +46,7 @@ class Combination:
     ep_size: int
     attn_dp_size: int
     ranks_per_gpu: int = 1
+    attention: str = EARLIER["attention_backend"]
 
     @classmethod
     def of_plan(cls, plan: LaunchPlan, device_key: str) -> Combination:
@@ -60,6 +62,7 @@ class Combination:
             ep_size=plan.ep_size,
             attn_dp_size=plan.attn_dp_size,
             ranks_per_gpu=plan.ranks_per_gpu,
+            attention=plan.attention_backend,
         )
 
     @classmethod
@@ -77,13 +80,15 @@ class Combination:
             ep_size=int(plan.get("ep_size", 0)),
             attn_dp_size=int(plan.get("attn_dp_size", 0)),
             ranks_per_gpu=int(plan.get("ranks_per_gpu", 1)),
+            attention=str(plan.get("attention_backend")),
         )
 
     def __str__(self) -> str:
         return (
             f"{self.family} {self.weight_format} in {self.dtype}, a2a {self.a2a}, runner {self.runner}, "
-            f"kernels {self.kernels}, TP {self.tp_size} EP {self.ep_size} DP {self.attn_dp_size}, "
-            f"on {self.device}" + (f", {self.ranks_per_gpu} ranks a GPU" if self.ranks_per_gpu > 1 else "")
+            f"kernels {self.kernels}, attention {self.attention}, "
+            f"TP {self.tp_size} EP {self.ep_size} DP {self.attn_dp_size}, on {self.device}"
+            + (f", {self.ranks_per_gpu} ranks a GPU" if self.ranks_per_gpu > 1 else "")
         )
 
     def sizes(self) -> tuple[int, int, int]:

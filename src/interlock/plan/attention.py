@@ -68,7 +68,8 @@ def _by_itself(
         for backend in backends.values()
         if backend is not portable
     )
-    return rule(portable.name, f"computes everywhere{f' (passed over: {others})' if others else ''}")
+    reason = "computes everywhere, and no stored measurement shows a faster one"
+    return rule(portable.name, f"{reason} (passed over: {others})" if others else reason)
 
 
 def _why_not(backend: AttentionBackend, here: Situation, cache: CacheFormat, card: ModelCard) -> str:
@@ -77,7 +78,7 @@ def _why_not(backend: AttentionBackend, here: Situation, cache: CacheFormat, car
         return problem.text
     if backend.never_run:
         return f"was never run: it wants {backend.never_run}"
-    return "is not shown to be faster by any stored measurement"
+    return "was not measured"
 
 
 def backend_problem(

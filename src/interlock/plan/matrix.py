@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from interlock.moe.terms import Phase
+from interlock.plan.attention import backend_problem
 from interlock.plan.facts import MachineFacts
 from interlock.plan.join import (
     Declarations,
@@ -21,6 +22,7 @@ from interlock.plan.join import (
 
 if TYPE_CHECKING:
     from interlock.moe.a2a.base import A2ABackend
+    from interlock.nn.attention_backends.base import AttentionBackend
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,13 +68,36 @@ def matrix(declared: Declarations, facts: MachineFacts, *, device: str, kernels:
                     )
 
 
-def _remark(backend: A2ABackend) -> str:
-    if backend.never_run:
-        return f" (never run: wants {backend.never_run})"
-    return "" if exchanges(backend) else " (moves no tokens)"
+def attention_problems(
+    declared: Declarations, facts: MachineFacts, *, device: str, kernels: str
+) -> Iterator[tuple[AttentionBackend, str | None]]:
+    """Every attention backend and why it cannot compute on ``device`` for any model in bfloat16, or None."""
+    here = Situation(
+        device=device,
+        kernels=kernels,
+        dtype="bfloat16",
+        weight_format="bfloat16",
+        hidden_size=0,
+        nnodes=1,
+        deterministic=False,
+        facts=facts,
+    )
+    for backend in declared.attention.values():
+        problem = backend_problem(backend, here, None, None)
+        yield backend, None if problem is None else problem.text
+
+
+def _remark(backend: A2ABackend | AttentionBackend) -> str:
+    return f" (never run: wants {backend.never_run})" if backend.never_run else ""
+
+
+def _moving(backend: A2ABackend) -> str:
+    return _remark(backend) or ("" if exchanges(backend) else " (moves no tokens)")
 
 
 def summaries(declared: Declarations) -> list[tuple[str, str, str]]:
     """(kind, name, summary) of everything registered; what moves no tokens or never ran is said to."""
-    rows = [("a2a", backend.name, backend.summary + _remark(backend)) for backend in declared.a2a.values()]
-    return rows + [("runner", runner.name, runner.summary) for runner in declared.runners.values()]
+    rows = [("a2a", backend.name, backend.summary + _moving(backend)) for backend in declared.a2a.values()]
+    rows += [("runner", runner.name, runner.summary) for runner in declared.runners.values()]
+    attention = declared.attention.values()
+    return rows + [("attention", each.name, each.summary + _remark(each)) for each in attention]

@@ -84,7 +84,8 @@ def tolerance_of(control: LaunchPlan | None, candidate: LaunchPlan | None) -> fl
 
 def promises_same_bits(control: LaunchPlan, candidate: LaunchPlan) -> bool:
     """Both are deterministic and compute in the same dtype with the same kernels."""
-    same = ("dtype", "kv_cache_dtype", "kernels", "device", "sliding_window_extra", "moe_runner_backend")
+    same = ["dtype", "kv_cache_dtype", "kernels", "attention_backend", "device", "sliding_window_extra"]
+    same += ["moe_runner_backend"]
     return (
         control.deterministic
         and candidate.deterministic

@@ -8,6 +8,7 @@ from interlock.verify.attribute import Attribution, Flip, Origin
 
 DIFFERING_ITEMS = (
     "kernels",
+    "attention_backend",
     "dtype",
     "kv_cache_dtype",
     "moe_a2a_backend",

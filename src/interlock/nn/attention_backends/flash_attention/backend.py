@@ -87,6 +87,7 @@ class FlashAttention:
         return out.masked_fill_(padding, 0)
 
     def observed(self) -> AttentionReceipt:
+        """What was called, and how often."""
         entry = self._with_kvcache
         return AttentionReceipt(
             name=BACKEND.name,

@@ -45,6 +45,7 @@ class KernelAttention:
         )
 
     def observed(self) -> AttentionReceipt:
+        """What was called, and how often."""
         entry = type(self._kernels).paged_attention
         return AttentionReceipt(
             name=BACKEND.name,
