@@ -168,12 +168,14 @@ def memory_rows(plan: LaunchPlan) -> list[tuple[str, int]]:
     ]
 
 
-def explain(plan: LaunchPlan) -> RenderableType:
-    """Tables of items, memory and capacities for a terminal."""
+def explain(plan: LaunchPlan, groups: Sequence[str] = tuple(GROUPS)) -> RenderableType:
+    """Tables of items (those of ``groups``), memory and capacities for a terminal."""
     from rich.columns import Columns
     from rich.console import Group
 
-    return Group(_items_table(plan), Columns([_memory_table(plan), _capacity_table(plan)], padding=(0, 4)))
+    return Group(
+        _items_table(plan, groups), Columns([_memory_table(plan), _capacity_table(plan)], padding=(0, 4))
+    )
 
 
 def explain_receipts(
@@ -209,15 +211,15 @@ def observed_text(item: str, receipts: Mapping[int, Mapping[str, object]]) -> st
     return ", ".join(f"{value} (rank {rank})" for rank, value in values.items())
 
 
-def _items_table(plan: LaunchPlan) -> RenderableType:
+def _items_table(plan: LaunchPlan, groups: Sequence[str]) -> RenderableType:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for column in ("item", "value", "set by", "why"):
         table.add_column(column, overflow="fold")
-    for group, items in GROUPS.items():
+    for group in groups:
         table.add_row(f"[bold]{group}[/bold]")
-        for item in items:
+        for item in GROUPS[group]:
             given = plan.provenance[item]
             table.add_row(
                 f"  {item}",
