@@ -12,7 +12,7 @@ import pytest
 from interlock.errors import InterlockError
 from interlock.evidence.check import problems, recorded_plan
 from interlock.evidence.ledger import entries, read_evidence, write_evidence
-from interlock.evidence.schema import Evidence, Measurement
+from interlock.evidence.schema import Arm, Evidence, Measurement
 from tests.evidence.samples import sample
 
 replace = msgspec.structs.replace
@@ -80,6 +80,17 @@ def test_a_file_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     second = write_evidence(sample(), tmp_path)
     assert second != path
     assert [entry.path for entry in entries([tmp_path])] == sorted([path, second])
+
+
+def test_a_file_is_called_a_url_only_where_a_server_was_asked(tmp_path: Path) -> None:
+    """A measurement of parts has arms without a plan, and no server either."""
+    for url, wanted in (
+        ("", "verify-model-cpu_x86_64-2026"),
+        ("http://x", "verify-model-cpu_x86_64-url-2026"),
+    ):
+        arm = Arm(name="masked", options="", url=url)
+        path = write_evidence(replace(sample(), arms=(arm,)), tmp_path)
+        assert path.name.startswith(wanted)
 
 
 def test_a_change_by_hand_is_noticed(tmp_path: Path) -> None:

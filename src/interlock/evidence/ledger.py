@@ -101,7 +101,11 @@ def _free_path(folder: Path, evidence: Evidence) -> Path:
 
 def _stem(evidence: Evidence) -> str:
     plan = arm_plan(evidence.arms[-1]) if evidence.arms else {}
-    parts = [evidence.kind, evidence.model.name, evidence.device.key, str(plan.get("moe_a2a_backend", "url"))]
+    parts = [evidence.kind, evidence.model.name, evidence.device.key]
+    if "moe_a2a_backend" in plan:
+        parts.append(str(plan["moe_a2a_backend"]))
+    elif evidence.arms and evidence.arms[-1].url:
+        parts.append("url")
     if "ep_size" in plan:
         parts.append(f"ep{plan['ep_size']}")
     parts.append(evidence.created[:10])
