@@ -117,6 +117,37 @@ def test_a_dead_server_costs_no_request(role: int) -> None:
     asyncio.run(check())
 
 
+def test_a_prefill_answer_that_begins_late_is_read_to_its_end() -> None:
+    """The decode server's answer begins at once; to close the other one would abort what it waits for."""
+    ended: list[bool] = []
+
+    async def chunks(count: int) -> AsyncIterator[bytes]:
+        for _ in range(count):
+            yield b'data: {"choices": []}\n\n'
+            await asyncio.sleep(0.05)
+
+    async def late(body: dict[str, Any]) -> Response:
+        async def read() -> AsyncIterator[bytes]:
+            async for chunk in chunks(4):
+                yield chunk
+            ended.append(True)
+
+        await asyncio.sleep(0.1)
+        return StreamingResponse(read(), media_type="text/event-stream")
+
+    async def at_once(body: dict[str, Any]) -> Response:
+        return StreamingResponse(chunks(10), media_type="text/event-stream")
+
+    async def check() -> None:
+        async with routed([Stub(late)], [Stub(at_once)]) as client:
+            for _ in range(3):
+                answer = await client.post(PATH, json=BODY)
+                assert answer.text.count("data: ") == 10
+
+    asyncio.run(check())
+    assert ended == [True] * 3
+
+
 def test_a_stream_that_breaks_off_ends_with_one_error() -> None:
     async def check() -> None:
         decode = Stub(breaking(3))

@@ -110,10 +110,11 @@ class _Proxy:
             "bootstrap_room": secrets.randbits(ROOM_BITS),
         }
         async with AsyncExitStack() as stack:
-            first = asyncio.create_task(self._open(stack, prefill, path, asked, headers))
-            second = asyncio.create_task(self._open(stack, decode, path, asked, headers))
+            first = asyncio.create_task(self._open(prefill, path, asked, headers))
+            second = asyncio.create_task(self._open(decode, path, asked, headers))
             lost = asyncio.create_task(self._decode.until_lost(decode))
-            stack.push_async_callback(_cancel, first, second, lost)
+            stack.push_async_callback(_close, first, second)
+            stack.push_async_callback(_cancel, lost)
             await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
             unreached: set[Backend] = set()
             for pool, backend, task in ((self._prefill, prefill, first), (self._decode, decode, second)):
@@ -142,15 +143,11 @@ class _Proxy:
         raise AssertionError("unreachable")
 
     async def _open(
-        self,
-        stack: AsyncExitStack,
-        backend: Backend,
-        path: str,
-        body: Mapping[str, Any],
-        headers: dict[str, str],
+        self, backend: Backend, path: str, body: Mapping[str, Any], headers: dict[str, str]
     ) -> httpx.Response:
-        stream = self._client.stream("POST", backend.url + path, json=body, headers=headers)
-        return await stack.enter_async_context(stream)
+        """An answer whose content is still to be read; ``_close`` is for it."""
+        request = self._client.build_request("POST", backend.url + path, json=body, headers=headers)
+        return await self._client.send(request, stream=True)
 
 
 async def _relay(
@@ -219,6 +216,14 @@ async def _drain(task: asyncio.Task[httpx.Response]) -> None:
 
 async def _nothing() -> None:
     return
+
+
+async def _close(*answers: asyncio.Task[httpx.Response]) -> None:
+    """End what was asked, whether its answer has begun or not."""
+    await _cancel(*answers)
+    for answer in answers:
+        if not answer.cancelled() and answer.exception() is None:
+            await answer.result().aclose()
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:
