@@ -12,7 +12,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 ROOMS = (
-    {"errors", "plugins", "heap", "logs", "listening"},
+    {"errors", "plugins", "heap", "logs", "listening", "console"},
     {"options", "option_kinds", "option_sources", "option_text"},
     {"kernels"},
     {"checkpoint", "parallel", "step"},

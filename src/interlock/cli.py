@@ -18,6 +18,7 @@ from interlock.cli_completion import answers_shells, completion
 from interlock.cli_options import launch_options, model_of
 from interlock.cli_route import route
 from interlock.cli_verify import evidence_app, verify
+from interlock.console import console
 from interlock.errors import InterlockError, Refusal
 from interlock.option_sources import unknown_flag
 from interlock.options import Options
@@ -120,7 +121,7 @@ def plan(
         return 0
     from interlock.plan.explain import explain
 
-    _print(explain(launch_plan))
+    console().print(explain(launch_plan))
     return 0
 
 
@@ -292,15 +293,6 @@ def _say_in_log(text: str, level: str = "info") -> None:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _print(renderable: object) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=180)
-    console.print(renderable)
 
 
 def _print_json(value: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from interlock.console import console
 from interlock.errors import Refusal
 from interlock.plan.disaggregation import transfer_problem
 from interlock.plan.facts import MachineFacts
@@ -61,7 +62,6 @@ def broken() -> dict[str, str]:
 
 
 def _print(declared: Declarations, cells: list[Cell], device: str, facts: MachineFacts, kernels: str) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     names = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -72,17 +72,15 @@ def _print(declared: Declarations, cells: list[Cell], device: str, facts: Machin
         table.add_column(column, overflow="fold")
     for (a2a, runner, weights), group in groupby(cells, lambda c: (c.a2a, c.runner, c.weight_format)):
         table.add_row(a2a, runner, weights, *(_verdict(cell) for cell in group))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=180)
-    console.print(names)
-    console.print(table)
+    screen = console()
+    screen.print(names)
+    screen.print(table)
     computes = Table(title="Attention over the cache", title_justify="left", box=None)
     for column in ("attention", ""):
         computes.add_column(column, overflow="fold")
     for backend, problem in attention_problems(declared, facts, device=device, kernels=kernels):
         computes.add_row(backend.name, "ready" if problem is None else f"no: {problem}")
-    console.print(computes)
+    screen.print(computes)
     moves = Table(title="Between prefill and decode servers", title_justify="left", box=None)
     for column in ("transfer", "", "pages"):
         moves.add_column(column, overflow="fold")
@@ -90,9 +88,9 @@ def _print(declared: Declarations, cells: list[Cell], device: str, facts: Machin
         problem = transfer_problem(transfer, facts, device)
         text = "; ".join(filter(None, (transfer.summary, transfer.limits)))
         moves.add_row(name, "ready" if problem is None else f"no: {problem}", text)
-    console.print(moves)
+    screen.print(moves)
     for name, reason in broken().items():
-        console.print(f"broken plugin {name}: {reason}", style="red", markup=False)
+        screen.print(f"broken plugin {name}: {reason}", style="red", markup=False)
 
 
 def _verdict(cell: Cell) -> str:

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from interlock.cli_bench_run import begin, console, finish, integers, progress
+from interlock.cli_bench_run import begin, finish, integers, progress
+from interlock.console import console
 from interlock.errors import Refusal
 
 bench_app = typer.Typer(
@@ -215,7 +216,7 @@ def serve(
     finish(serve_table(result), evidence, out, name, plot, load)
     if evidence.verdict == "invalid":
         share = result.figures.failure_rate
-        console().print(f"invalid: {share:.1%} of the requests failed or did not complete")
+        console(highlight=False).print(f"invalid: {share:.1%} of the requests failed or did not complete")
         return 1
     return 0
 
@@ -361,15 +362,16 @@ def compare_runs(
         baseline, candidate, first_arm=names[0], second_arm=names[1], allow=frozenset(allow or ())
     )
     shown = tuple(pick_arms(e, n)[0].name for e, n in zip((baseline, candidate), names, strict=True))
-    console().print(compare_table(comparison, (shown[0], shown[1])))
+    console(highlight=False).print(compare_table(comparison, (shown[0], shown[1])))
     ledger = [entry.evidence for entry in entries(default_folders()) if entry.evidence is not None]
     found = [
         text
         for arm in pick_arms(candidate, names[1])
         for text in objections(baseline, candidate, arm, ledger)
     ]
+    screen, said = console(highlight=False), "rejected" if require_verified else "note"
     for text in dict.fromkeys(found):
-        console().print(f"{'rejected' if require_verified else 'note'}: {text}", soft_wrap=True)
+        screen.print(f"{said}: {text}", soft_wrap=True)
     return 1 if found and require_verified else 0
 
 

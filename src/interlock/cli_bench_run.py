@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from interlock.console import console
 from interlock.errors import Refusal
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from interlock.evidence.schema import Evidence
 
@@ -26,7 +27,7 @@ def begin(plot: bool) -> str:
     note = f"before the run the load average was {load:.1f} on {cores} CPUs"
     if load > cores / 2:
         note += ": the machine was busy, so look at the spread first"
-        console(stderr=True).print(note, soft_wrap=True)
+        console(stderr=True, highlight=False).print(note, soft_wrap=True)
     return note
 
 
@@ -71,7 +72,7 @@ def finish(
     from interlock.evidence.ledger import write_evidence
     from interlock.evidence.record import said_rehearsals
 
-    screen = console()
+    screen = console(highlight=False)
     screen.print(table)
     for notice in said_rehearsals(evidence):
         screen.print(notice, soft_wrap=True)
@@ -83,11 +84,3 @@ def finish(
 
         paths += draw(evidence, path.with_suffix(""))
     screen.print("wrote " + ", ".join(map(str, paths)), soft_wrap=True)
-
-
-def console(*, stderr: bool = False) -> Console:
-    """A terminal, or lines of 180 columns."""
-    from rich.console import Console
-
-    screen = Console(highlight=False, stderr=stderr)
-    return screen if screen.is_terminal else Console(width=180, highlight=False, stderr=stderr)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from interlock.console import console
 from interlock.errors import InterlockError
 from interlock.option_kinds import Secret
 from interlock.plan.launch_plan import LaunchPlan, Source
@@ -45,14 +46,9 @@ def compare(url: str, key: Secret | None, local: LaunchPlan | None, *, as_json: 
         }
         print(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
     else:
-        from rich.console import Console
-
         from interlock.plan.explain import explain_receipts
 
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=180)
-        console.print(explain_receipts(shown.plan, receipts, mismatches))
+        console().print(explain_receipts(shown.plan, receipts, mismatches))
     return 1 if mismatches else 0
 
 

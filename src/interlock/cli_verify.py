@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from interlock.console import console
 from interlock.errors import InterlockError, Refusal
 
 if TYPE_CHECKING:
@@ -110,7 +111,6 @@ class _Request:
 
 
 def _verify(request: _Request) -> int:
-    from rich.console import Console
 
     from interlock.evidence.ledger import write_evidence
     from interlock.launch import machine_facts
@@ -124,17 +124,16 @@ def _verify(request: _Request) -> int:
     control, length = _control(request, facts)
     assert candidate.plan is not None, "the candidate is started here"
     tokeniser, notes = _tokeniser(candidate.plan)
-    console = Console(stderr=True)
+    notes_to = console(stderr=True, highlight=False)
     result = verify(
         control,
         candidate,
         _prompts(request, (control, candidate), length, tokeniser),
         Settings(request.tokens, request.alternatives, request.tolerance),
-        note=lambda text: console.print(text, style="dim", highlight=False),
+        note=lambda text: notes_to.print(text, style="dim"),
     )
     report = make_report(result, facts, notes)
-    output = Console()
-    (output if output.is_terminal else Console(width=180)).print(render(report))
+    console().print(render(report))
     if request.out is not None:
         request.out.mkdir(parents=True, exist_ok=True)
         write_json(report, request.out / "report.json")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
+from interlock.console import console
 from interlock.errors import InterlockError
 from interlock.evidence.check import problems
 from interlock.evidence.ledger import Entry, default_folders, entries, read_evidence
@@ -29,7 +29,7 @@ def print_list(folders: Sequence[Path] | None, *, as_json: bool) -> int:
         line = _line(entry)
         table.add_row(*line.values())
     places = ", ".join(map(str, folders or default_folders()))
-    _console().print(table if found else f"no evidence in {places}")
+    console().print(table if found else f"no evidence in {places}")
     return 0
 
 
@@ -40,19 +40,19 @@ def print_one(name: str, folders: Sequence[Path] | None, *, as_json: bool) -> in
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(evidence), indent=2).decode())
         return 0
-    console = _console()
-    console.print(f"{path}\n{evidence.kind} of {evidence.created} by interlock {evidence.interlock}")
-    console.print(f"device: {evidence.device.name} ({evidence.device.key})")
-    console.print("packages: " + ", ".join(f"{k} {v}" for k, v in evidence.packages.items()), highlight=False)
+    screen = console()
+    screen.print(f"{path}\n{evidence.kind} of {evidence.created} by interlock {evidence.interlock}")
+    screen.print(f"device: {evidence.device.name} ({evidence.device.key})")
+    screen.print("packages: " + ", ".join(f"{k} {v}" for k, v in evidence.packages.items()), highlight=False)
     for arm in evidence.arms:
-        console.print(f"{arm.name}: {arm.url or arm.options or '(defaults)'}", highlight=False)
-    console.print(_numbers(evidence))
+        screen.print(f"{arm.name}: {arm.url or arm.options or '(defaults)'}", highlight=False)
+    screen.print(_numbers(evidence))
     for note in evidence.notes:
-        console.print(note, highlight=False)
-    console.print(f"verdict: {evidence.verdict}")
+        screen.print(note, highlight=False)
+    screen.print(f"verdict: {evidence.verdict}")
     wrong = problems(evidence)
     for problem in wrong:
-        console.print(f"does not count: {problem}", style="red", highlight=False)
+        screen.print(f"does not count: {problem}", style="red", highlight=False)
     return 1 if wrong else 0
 
 
@@ -131,8 +131,3 @@ def _find(name: str, folders: Sequence[Path] | None) -> Path:
     if matching:
         raise InterlockError(f"{name} is the beginning of {', '.join(path.name for path in matching)}")
     raise InterlockError(f"no evidence file {name}; interlock evidence list shows those that exist")
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=180)
