@@ -72,6 +72,7 @@ def test_equals_the_reference(
     """Windows, sinks, groups, pages out of order, padding; nothing of pages that are given up is used."""
     sizes = {"hd": widths[0], "vd": widths[1], "padding": padding, "page_size": page_size}
     case = whole_pages(paged_case(lengths, window=window, sinks=sinks, **sizes))
+    case.scale *= 0.7
     got = backend(FlashAttention3(EXACT)).run(case.q, **case.arguments())
     close(got, case.in_float64(), rtol=1e-4, atol=1e-5)
     assert not got[len(got) - padding :].any()

@@ -20,6 +20,7 @@ pytestmark = [
         importlib.util.find_spec("flash_attn_interface") is None, reason="FlashAttention-3 is not installed"
     ),
 ]
+TENSORS = ("q", "k_cache", "v_cache", "page_table", "query_start", "kv_len", "sinks")
 LENGTHS = {
     "decode": [(1, 40), (1, 700), (1, 1), (1, 129)],
     "prefill": [(130, 130), (7, 300), (64, 900)],
@@ -27,8 +28,7 @@ LENGTHS = {
 
 
 def on_gpu(case: PagedCase) -> PagedCase:
-    names = ("q", "k_cache", "v_cache", "page_table", "query_start", "kv_len", "sinks")
-    return replace(case, **{n: getattr(case, n).cuda() for n in names if getattr(case, n) is not None})
+    return replace(case, **{n: getattr(case, n).cuda() for n in TENSORS if getattr(case, n) is not None})
 
 
 @pytest.mark.parametrize("widths", [(192, 128), (128, 128)])
@@ -68,12 +68,12 @@ def test_a_captured_step_reads_what_its_tensors_hold_then() -> None:
     first, second = cases
     attention = FlashAttention(AttentionSpec(REFERENCE))
     attention.run(first.q, **first.arguments())
-    static = replace(first, page_table=first.page_table.clone(), kv_len=first.kv_len.clone())
+    static = replace(first, **{name: getattr(first, name).clone() for name in TENSORS})
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = attention.run(static.q, **static.arguments())
     for case in (second, first):
-        for name in ("q", "k_cache", "v_cache", "page_table", "kv_len"):
-            getattr(static, name).copy_(getattr(case, name).clone())
+        for name in TENSORS:
+            getattr(static, name).copy_(getattr(case, name))
         graph.replay()
         torch.testing.assert_close(out, attention.run(case.q, **case.arguments()))
