@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from interlock.options import Options
@@ -31,6 +32,23 @@ def test_every_item_is_shown_with_its_reason() -> None:
     for item in listed:
         assert f"  {item} " in text
         assert PLAN.provenance[item].reason.split("[")[0][:60] in text
+
+
+@pytest.mark.parametrize(
+    ("backend", "when"),
+    [("shared_memory", "held from the start"), ("collective", "at most, while a step runs")],
+)
+def test_bytes_of_an_exchange_say_when_they_are_held(backend: str, when: str) -> None:
+    plan = resolve(Options.of(model="m", tp_size=2, moe_a2a_backend=backend), tiny_card(), machine())
+    assert plan.provenance["moe_buffer_bytes"].reason.endswith(when)
+
+
+def test_only_the_groups_that_are_asked_for_are_shown() -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(explain(PLAN, ("Ranks",)))
+    text = console.export_text()
+    assert "  tp_size " in text
+    assert "  moe_a2a_backend " not in text
 
 
 def test_memory_table_adds_up() -> None:
