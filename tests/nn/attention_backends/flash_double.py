@@ -82,7 +82,15 @@ class FlashAttention3:
         assert cu_seqlens_q is not None
         assert isinstance(max_seqlen_q, int), "max_seqlen_q must be provided if cu_seqlens_q is provided"
         self._check(q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q)
-        self.calls.append({"window_size": window_size, "causal": causal, "max_seqlen_q": max_seqlen_q})
+        assert 0 <= num_splits <= 256
+        self.calls.append(
+            {
+                "window_size": window_size,
+                "causal": causal,
+                "max_seqlen_q": max_seqlen_q,
+                "num_splits": num_splits,
+            }
+        )
         tokens, heads, width = q.shape
         scale = width**-0.5 if softmax_scale is None else softmax_scale
         out = torch.full((tokens, heads, v_cache.shape[-1]), math.nan, dtype=q.dtype, device=q.device)

@@ -107,6 +107,16 @@ def test_a_decode_step_is_known_to_have_one_query_a_sequence() -> None:
     assert [call["max_seqlen_q"] for call in double.calls] == [1, 6]
 
 
+def test_keys_are_not_split_where_sequences_fill_the_gpu() -> None:
+    """Two key-value heads a sequence; the workspace of splits is bounded so."""
+    double = FlashAttention3(EXACT)
+    attention = backend(double)
+    for sequences in (2, 65, 66):
+        case = paged_case([(1, 5)] * sequences)
+        attention.run(case.q, **case.arguments())
+    assert [call["num_splits"] for call in double.calls] == [0, 0, 1]
+
+
 @given(
     scores=st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=20),
     sink=st.floats(-40, 40, width=32),

@@ -23,6 +23,9 @@ from interlock.nn.attention_backends.flash_attention import BACKEND
 from interlock.nn.attention_backends.flash_attention.step_memo import StepMemo
 
 WithKVCache = Callable[..., Any]
+FILLED = 132
+"""Sequences times key-value heads that fill the GPU without splitting keys: SMs of an H100 or H200."""
+LIBRARY_CHOOSES, UNSPLIT = 0, 1
 
 
 class FlashAttention:
@@ -55,10 +58,12 @@ class FlashAttention:
     ) -> torch.Tensor:
         """See ``PagedAttention.run``; q, k_cache and v_cache have one dtype.
 
-        ``max_seqlen_q`` is an upper bound: the exact one is known on the device only.
+        ``max_seqlen_q`` is an upper bound: the exact one is known on the device only. The library chooses splits
+        as for one sequence, and takes memory for as many of all rows; so it is told not to split where the
+        sequences fill the GPU.
         """
-        tokens, heads = q.shape[:2]
-        if tokens == 0 or kv_len.shape[0] == 0:
+        (tokens, heads), sequences = q.shape[:2], kv_len.shape[0]
+        if tokens == 0 or sequences == 0:
             return q.new_zeros(tokens, heads, v_cache.shape[-1])
         self._calls += 1
         self._rows += tokens
@@ -74,10 +79,11 @@ class FlashAttention:
             cache_seqlens=pages.kv_len,
             page_table=pages.table,
             cu_seqlens_q=query_start,
-            max_seqlen_q=1 if tokens <= kv_len.shape[0] else tokens,
+            max_seqlen_q=1 if tokens <= sequences else tokens,
             softmax_scale=scale,
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),
+            num_splits=UNSPLIT if sequences * k_cache.shape[2] >= FILLED else LIBRARY_CHOOSES,
             return_softmax_lse=True,
         )
         if sinks is not None:
