@@ -58,9 +58,9 @@ class FlashAttention:
     ) -> torch.Tensor:
         """See ``PagedAttention.run``; q, k_cache and v_cache have one dtype.
 
-        ``max_seqlen_q`` is an upper bound: the exact one is known on the device only. The library chooses splits
-        as for one sequence, and takes memory for as many of all rows; so it is told not to split where the
-        sequences fill the GPU.
+        ``max_seqlen_q`` is an upper bound: the exact one is known on the device only. The library chooses
+        splits as for one sequence, and takes memory for as many of all rows; so it is told not to split where
+        the sequences fill the GPU.
         """
         (tokens, heads), sequences = q.shape[:2], kv_len.shape[0]
         if tokens == 0 or sequences == 0:
