@@ -76,7 +76,7 @@ def test_files_hold_texts_and_token_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "\n", '{"other": 1}', "[-1]", "[1.5]", '{"token_ids": []}', "[true]"]
+    "content", ["", "\n", '{"other": 1}', "[-1]", "[1.5]", '{"token_ids": []}', "[true]", f"[{10**20}]"]
 )
 def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "p"

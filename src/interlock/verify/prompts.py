@@ -177,12 +177,17 @@ def _tokens(line: str, tokeniser: Tokeniser, where: str) -> tuple[int, ...]:
     if line.lstrip()[:1] in ("{", "[", '"'):
         try:
             value = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             value = line
     if isinstance(value, dict):
         value = value.get("token_ids", value.get("prompt"))
     if isinstance(value, str) and value:
         return tuple(tokeniser.encode(value))
-    if isinstance(value, list) and value and all(type(token) is int and token >= 0 for token in value):
+    if isinstance(value, list) and value and all(_is_id(token) for token in value):
         return tuple(value)
     raise InterlockError(f'{where}: neither a text nor {{"prompt": "..."}} nor {{"token_ids": [1, 2]}}')
+
+
+def _is_id(token: object) -> bool:
+    """Whether it may be a token's id; the engine knows its own vocabulary."""
+    return type(token) is int and 0 <= token < 1 << 31
