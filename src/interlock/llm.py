@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import threading
 import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
+
+import msgspec
 
 from interlock.engine.client import Engine
 from interlock.engine.messages import AddRequest, SamplingParams, TokenLogprob
@@ -94,12 +97,14 @@ class LLM:
         requests = [
             AddRequest(
                 request_id=uuid.uuid4().hex,
-                token_ids=tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
+                token_ids=tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else _ids(prompt),
                 sampling=sampling,
                 grammar=spec,
             )
             for prompt in batch
         ]
+        for request in requests:
+            _check(request)
         return self._run(self._gather(requests))
 
     def chat(self, messages: list[dict[str, Any]], sampling: SamplingParams | None = None) -> Completion:
@@ -160,3 +165,19 @@ class LLM:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    """Token ids as Python's own integers, out of a list or an array."""
+    try:
+        return tuple(map(operator.index, prompt))
+    except TypeError as error:
+        raise RequestError(f"a prompt is a text or a list of token ids: {error}", param="prompt") from None
+
+
+def _check(request: AddRequest) -> None:
+    """Whether a scheduler could read it: Python hands over anything, and nobody would answer."""
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=AddRequest)
+    except (OverflowError, TypeError, msgspec.ValidationError) as error:
+        raise RequestError(f"prompt or sampling parameters are no request: {error}") from None
