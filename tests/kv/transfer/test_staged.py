@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -232,6 +235,50 @@ def test_reads_over_ended_connections_are_done_again(monkeypatch: pytest.MonkeyP
         moves.broken = 5
         with pytest.raises(TransferError, match="has failed"):
             sender.write(number, pieces)
+
+
+def test_connections_of_mooncake_that_were_cut_are_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the library itself: all that it keeps open is shut down between two writes."""
+    need("mooncake")
+    for name, value in transfer_backends().get("mooncake").environment:
+        monkeypatch.setenv(name, value)
+    failed = _failed_reads(monkeypatch)
+    before = _connections()
+    sender, receiver = mooncake.MooncakeSender(HOST), mooncake.MooncakeReceiver(HOST)
+    with ends(sender, receiver) as (mine, theirs, number):
+        own = _connections()
+        pieces = some_pieces(1, 40)
+        sender.write(number, pieces)
+        kept = _connections() - own - before
+        assert kept, "the library keeps connections open"
+        for descriptor in kept:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        for buffer in theirs:
+            buffer.zero_()
+        sender.write(number, pieces)
+        assert all(torch.equal(a, b) for a, b in zip(theirs, expected(mine, pieces), strict=True))
+    assert failed
+
+
+def _connections() -> set[int]:
+    """Descriptors of this process's established TCP connections."""
+    found = psutil.Process().net_connections("tcp")
+    return {each.fd for each in found if each.status == psutil.CONN_ESTABLISHED and each.fd >= 0}
+
+
+def _failed_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    seen: list[str] = []
+    read = mooncake.MooncakeLanding._read
+
+    def watched(self: mooncake.MooncakeLanding, memory: torch.Tensor, source: int, deadline: float) -> str:
+        problem = read(self, memory, source, deadline)
+        if problem:
+            seen.append(problem)
+        return problem
+
+    monkeypatch.setattr(mooncake.MooncakeLanding, "_read", watched)
+    return seen
 
 
 @pytest.mark.parametrize("module", ["mooncake.engine", "nixl_cu13._api"])
