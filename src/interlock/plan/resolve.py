@@ -96,7 +96,7 @@ def _resolve(
     cache = CacheFormat(compute.kv_cache_dtype.value, limits.page_size.value)
     attention = decide_attention(options, card, declared.attention, situation, cache)
     attends = declared.attention[attention.value]
-    stepping = decide_stepping(options, compute, world, limits, moe.backend, attends, mode)
+    stepping = decide_stepping(options, compute, world, limits, moe, attends, mode)
     fixed = Fixed(
         weights=weight_bytes(card, slices),
         a2a_buffers=buffers,

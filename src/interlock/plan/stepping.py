@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from interlock.errors import Refusal
-from interlock.moe.a2a.base import A2ABackend
 from interlock.moe.terms import Phase
 from interlock.nn.attention_backends.base import AttentionBackend
 from interlock.options import Options
@@ -14,6 +13,7 @@ from interlock.plan.capacity import Limits
 from interlock.plan.decided import Decided, asked_integer, asked_text, rule
 from interlock.plan.device import Compute
 from interlock.plan.disaggregation import PREFILL
+from interlock.plan.expert_parallelism import ExpertParallelism
 from interlock.plan.topology import World
 
 GRAPH_SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
@@ -36,7 +36,7 @@ def decide_stepping(
     compute: Compute,
     world: World,
     limits: Limits,
-    backend: A2ABackend | None,
+    experts: ExpertParallelism,
     attention: AttentionBackend,
     mode: str,
 ) -> Stepping:
@@ -45,7 +45,7 @@ def decide_stepping(
     Args:
         mode: of disaggregation.
     """
-    problem = _no_graphs(compute, world, backend, attention, mode)
+    problem = _no_graphs(compute, world, experts, attention, mode)
     graphs = _graphs(options, world, limits, problem)
     return Stepping(graphs, _overlap(options, compute, world))
 
@@ -82,19 +82,22 @@ def _graphs(options: Options, world: World, limits: Limits, problem: str | None)
 
 
 def _no_graphs(
-    compute: Compute, world: World, backend: A2ABackend | None, attention: AttentionBackend, mode: str
+    compute: Compute, world: World, experts: ExpertParallelism, attention: AttentionBackend, mode: str
 ) -> str | None:
     """Why decode steps cannot be captured; None when they can."""
+    backend, runner = experts.backend, experts.runner
     if mode == PREFILL:
         return "a prefill server runs no decode steps (--disaggregation-mode prefill)"
     if compute.device.value != "cuda":
         return f"there are no CUDA graphs on {compute.device.value}"
     if compute.kernels.value != "triton":
         return f"kernels {compute.kernels.value} wait for the device within a step (--kernels triton)"
-    if world.attn_dp_size.value > 1 and (backend is None or not backend.uneven_graphs):
+    if world.attn_dp_size.value > 1 and not backend.uneven_graphs:
         return "attention replicas decode batches of different sizes, and a graph has one (--attn-dp-size 1)"
-    if backend is not None and Phase.DECODE not in backend.capturable:
+    if Phase.DECODE not in backend.capturable:
         return f"--moe-a2a-backend {backend.name} cannot be captured"
+    if runner is not None and not runner.capturable:
+        return f"--moe-runner-backend {runner.name} waits for the device within a step"
     if not attention.capturable:
         return f"--attention-backend {attention.name} cannot be captured"
     return None

@@ -35,6 +35,8 @@ class ExpertRunner:
         row_invariant: with row-invariant kernels, a row's bits do not depend on the rows beside it.
         rounds_gate_up: gate and up are rounded to the activation dtype before SwiGLU, for any number of rows.
         missing: what this version lacks to run it on any machine; "" when it lacks nothing.
+        capturable: it never waits for the device, and its launches follow from shapes alone, so a CUDA graph
+            can capture it.
         alignment: multiple at which it needs expert segments of the contiguous layout to start.
         priority: among the runners that fit, ``auto`` takes the highest (emulation -10, reference 0,
             portable 10, fast 20, specialised 30).
@@ -53,6 +55,7 @@ class ExpertRunner:
     kernels: frozenset[str] = frozenset()
     packages: tuple[str, ...] = ()
     row_invariant: bool = False
+    capturable: bool = False
     rounds_gate_up: bool = False
     alignment: int = 1
     min_capability: tuple[int, int] = (0, 0)

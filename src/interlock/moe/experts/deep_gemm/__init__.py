@@ -24,5 +24,6 @@ RUNNER = ExpertRunner(
     max_capability=(9, 9),
     hidden_multiple=128,
     runner="interlock.moe.experts.deep_gemm.runner:DeepGemmRunner",
+    capturable=True,
     priority=25,
 )

@@ -22,5 +22,6 @@ RUNNER = ExpertRunner(
     max_capability=(9, 9),
     hidden_multiple=128,
     runner="interlock.moe.experts.fastest_fp8.runner:FastestFp8Runner",
+    capturable=True,
     priority=40,
 )

@@ -15,5 +15,6 @@ RUNNER = ExpertRunner(
     min_capability=(8, 0),
     hidden_multiple=8,
     runner="interlock.moe.experts.triton.runner:TritonRunner",
+    capturable=True,
     priority=20,
 )

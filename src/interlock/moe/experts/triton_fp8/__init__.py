@@ -17,5 +17,6 @@ RUNNER = ExpertRunner(
     max_capability=(9, 9),
     hidden_multiple=128,
     runner="interlock.moe.experts.triton_fp8.runner:TritonFp8Runner",
+    capturable=True,
     priority=30,
 )
