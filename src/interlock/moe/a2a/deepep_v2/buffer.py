@@ -25,6 +25,7 @@ BACKEND_FLAG = "--moe-a2a-backend deepep_v2"
 COMPILE_SECONDS = 100
 """Least time that a kernel waits on the device for its peers: one of them may still be compiling."""
 LEAST_SMS = 4
+"""The fewest that the library takes of itself."""
 _HEADER = re.compile(r"^#define\s+NCCL_(MAJOR|MINOR|PATCH)\s+(\d+)", re.MULTILINE)
 
 
