@@ -22,7 +22,7 @@ from statistics import median
 import torch
 
 from interlock.kernels.triton.kernels import TritonKernels
-from interlock.moe.a2a.base import BufferShape
+from interlock.moe.a2a.backend import BufferShape
 from interlock.moe.a2a.symmetric.exchange import NOTICE_WORDS, Exchange
 from interlock.moe.a2a.symmetric.pulled import PROGRAMS_AN_SM, PulledExchange
 from interlock.moe.a2a.symmetric.shape import RegionShape, power_of_two

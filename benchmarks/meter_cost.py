@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from interlock.moe.a2a.base import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
 from interlock.moe.meter import SAMPLE_EVERY, LoadMeter
 from interlock.moe.terms import Phase
 

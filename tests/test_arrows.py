@@ -26,7 +26,7 @@ ROOMS = (
     {"verify", "bench", "llm", "serve"},
 )  # fmt: skip
 """From the bottom up. What is not named here (the command line, generators of documentation) is on top."""
-LIGHT = {"interlock.moe.terms", "interlock.nn.sharding"}
+LIGHT = {"interlock.moe.terms", "interlock.parallel.sharding"}
 """Words and arithmetic without torch, which rooms below may read. So may everybody read ``plan``."""
 
 
@@ -93,7 +93,7 @@ def test_attention_backends_are_named_nowhere_but_in_their_folders() -> None:
 
 def test_backends_are_named_nowhere_but_in_their_folders() -> None:
     """Models, layers and the engine import no backend and no runner: those are built by what they declare."""
-    declared = ("base", "registry", "checked", "choice")
+    declared = ("backend", "base", "checked", "choice", "contract", "registry", "rows")
     named = [
         f"{path.relative_to(SOURCE)}: {other}"
         for path in files()

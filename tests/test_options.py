@@ -240,7 +240,7 @@ def test_unreadable_values_are_refused(name: str, text: str, words: str) -> None
 
 def test_a_broken_plugin_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     from interlock.moe.a2a import registry
-    from interlock.moe.a2a.base import A2ABackend
+    from interlock.moe.a2a.backend import A2ABackend
     from interlock.plugins import Catalogue
 
     broken: Catalogue[A2ABackend] = Catalogue(

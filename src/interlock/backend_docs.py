@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from interlock.moe.a2a.base import A2ABackend
+from interlock.moe.a2a.backend import A2ABackend
 from interlock.moe.a2a.registry import a2a_backends
 from interlock.moe.experts.base import ExpertRunner
 from interlock.moe.experts.registry import expert_runners

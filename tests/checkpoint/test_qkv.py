@@ -16,7 +16,7 @@ from interlock.demo.tiny import TinySpec, tiny_weights
 from interlock.errors import CheckpointError
 from interlock.models.card_reader import read_model_card
 from interlock.models.mimo_v2.weights import tensor_specs
-from interlock.nn.sharding import HeadShard, shard_heads
+from interlock.parallel.sharding import HeadShard, shard_heads
 from interlock.plan.card import AttentionCard
 from tests.tiny import tiny_folder, v25
 

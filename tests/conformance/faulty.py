@@ -7,16 +7,11 @@ from typing import Any
 
 import torch
 
-from interlock.moe.a2a.base import (
-    ContiguousRows,
-    ContractError,
-    ExpertInput,
-    Handle,
-    MaskedRows,
-)
 from interlock.moe.a2a.collective import BACKEND
 from interlock.moe.a2a.collective.dispatcher import Collective
+from interlock.moe.a2a.contract import ContractError, Handle
 from interlock.moe.a2a.registry import a2a_backends
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput, MaskedRows
 from interlock.moe.conformance.backend_suite import RankFindings, run_backend_suite
 from interlock.moe.terms import Phase
 from interlock.parallel.topology import Groups

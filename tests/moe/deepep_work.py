@@ -11,11 +11,12 @@ import torch
 from interlock.kernels.registry import get_kernels
 from interlock.moe.a2a import deepep as legacy
 from interlock.moe.a2a import mooncake
-from interlock.moe.a2a.base import DispatcherSpec, MaskedRows
+from interlock.moe.a2a.contract import DispatcherSpec
 from interlock.moe.a2a.deepep.dispatcher import DeepEp
 from interlock.moe.a2a.deepep_v2 import BACKEND
 from interlock.moe.a2a.deepep_v2.dispatcher import DeepEpV2
 from interlock.moe.a2a.mooncake.dispatcher import MooncakeEp
+from interlock.moe.a2a.rows import MaskedRows
 from interlock.moe.conformance.backend_suite import RankFindings, run_backend_suite
 from interlock.moe.placement import place
 from interlock.moe.terms import Layout, Phase

@@ -12,7 +12,8 @@ from interlock.errors import InterlockError
 from interlock.kernels.registry import get_kernels
 from interlock.moe.a2a import ascend_fuseep
 from interlock.moe.a2a.ascend_fuseep.dispatcher import AscendFuseEp
-from interlock.moe.a2a.base import ContiguousRows, ContractError, DispatcherSpec
+from interlock.moe.a2a.contract import ContractError, DispatcherSpec
+from interlock.moe.a2a.rows import ContiguousRows
 from interlock.moe.placement import place
 from interlock.moe.terms import Layout, Phase
 from interlock.parallel.topology import Groups

@@ -10,7 +10,7 @@ import torch
 
 from interlock.errors import StartupError
 from interlock.kernels.torch_reference import TorchKernels
-from interlock.moe.a2a.base import ContiguousRows, MaskedRows, ReplicatedRows
+from interlock.moe.a2a.rows import ContiguousRows, MaskedRows, ReplicatedRows
 from interlock.moe.experts.base import RunnerSpec, SumsLanes
 from interlock.moe.layouts import aligned_segments, positions
 from tests.kernels.triton_cases import random_routes, reference_lanes, relative

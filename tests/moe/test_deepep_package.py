@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlock.errors import Refusal
-from interlock.moe.a2a.base import BufferShape
+from interlock.moe.a2a.backend import BufferShape
 from interlock.moe.a2a.deepep import sizes as legacy_sizes
 from interlock.moe.a2a.deepep.package import elastic_problem, installed, legacy_problem
 from interlock.moe.a2a.deepep_v2 import sizes

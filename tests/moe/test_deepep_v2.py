@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from interlock.moe.a2a.base import DispatcherSpec
+from interlock.moe.a2a.contract import DispatcherSpec
 from interlock.moe.a2a.deepep_v2.buffer import share_of_sms
 from interlock.moe.conformance.processes import run_ranks
 from tests.moe import deepep_work

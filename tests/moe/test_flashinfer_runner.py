@@ -12,7 +12,7 @@ from interlock.errors import StartupError
 from interlock.kernels.availability import triton_unavailable
 from interlock.kernels.fp8_blocks import Fp8Blocks
 from interlock.kernels.torch_reference import TorchKernels
-from interlock.moe.a2a.base import ReplicatedRows
+from interlock.moe.a2a.rows import ReplicatedRows
 from interlock.moe.experts.base import RunnerSpec
 from interlock.moe.experts.registry import expert_runners
 from tests.moe.test_fp8_experts import EXPERTS, HIDDEN, expert

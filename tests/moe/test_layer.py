@@ -8,7 +8,7 @@ import torch
 
 from interlock.errors import CheckpointError, InterlockError, StartupError
 from interlock.kernels.availability import native_cpu_unavailable
-from interlock.moe.a2a.base import ContractError
+from interlock.moe.a2a.contract import ContractError
 from interlock.moe.a2a.registry import a2a_backends
 from interlock.moe.terms import Phase
 from tests.moe.layers import Weights, build_layer, make_step

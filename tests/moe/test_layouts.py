@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlock.moe.a2a.base import ContiguousRows, ContractError, MaskedRows, ReplicatedRows
+from interlock.moe.a2a.contract import ContractError
+from interlock.moe.a2a.rows import ContiguousRows, MaskedRows, ReplicatedRows
 from interlock.moe.layouts import (
     aligned_segments,
     count_lanes,

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from interlock.kernels.availability import native_cpu_unavailable
 from interlock.kernels.base import ExpertRows
 from interlock.kernels.registry import get_kernels
-from interlock.moe.a2a.base import ContiguousRows, ContractError, MaskedRows, ReplicatedRows
+from interlock.moe.a2a.contract import ContractError
+from interlock.moe.a2a.rows import ContiguousRows, MaskedRows, ReplicatedRows
 from interlock.moe.layouts import aligned_segments, expert_rows
 from interlock.moe.native_moe import NativeMoE, native_moe
 from interlock.moe.routing import Router, Routes, choose_experts

@@ -10,7 +10,7 @@ import torch
 from interlock.errors import Refusal
 from interlock.kernels.availability import native_cpu_unavailable
 from interlock.kernels.registry import get_kernels
-from interlock.moe.a2a.base import DispatcherSpec
+from interlock.moe.a2a.contract import DispatcherSpec
 from interlock.moe.conformance.processes import Gpus, run_ranks
 from interlock.moe.overlap import half_specs
 from interlock.moe.side_work import ThreadSide

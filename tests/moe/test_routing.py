@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from interlock.errors import CheckpointError
 from interlock.kernels.registry import get_kernels
-from interlock.moe.a2a.base import ContractError
+from interlock.moe.a2a.contract import ContractError
 from interlock.moe.layouts import count_lanes
 from interlock.moe.routing import Router, choose_experts, scaled_weights, validate_routes
 from interlock.plan.card import ExpertsCard

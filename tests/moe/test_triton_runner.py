@@ -17,7 +17,7 @@ from interlock.errors import InterlockError
 from interlock.kernels.availability import triton_unavailable
 from interlock.kernels.registry import get_kernels
 from interlock.kernels.torch_reference import TorchKernels
-from interlock.moe.a2a.base import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
 from interlock.moe.experts.base import RunnerSpec
 from interlock.moe.experts.registry import expert_runners
 from interlock.moe.experts.torch.runner import TorchRunner

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from interlock.kernels.torch_reference import TorchKernels
-from interlock.moe.a2a.base import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
 from interlock.moe.experts.base import RunnerSpec
 from interlock.moe.experts.registry import expert_runners
 from interlock.moe.fp8_rows import quantise_rows

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from interlock.errors import Refusal
-from interlock.moe.a2a.base import A2ABackend
+from interlock.moe.a2a.backend import A2ABackend
 from interlock.moe.experts.base import ExpertRunner
 from interlock.moe.terms import Layout, Phase
 from interlock.options import Options

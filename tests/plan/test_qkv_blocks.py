@@ -13,7 +13,7 @@ from interlock.kernels.fp8_blocks import stack_rows
 from interlock.models.card_reader import read_model_card
 from interlock.models.mimo_v2.weights import tensor_specs
 from interlock.nn.attention import heads_of
-from interlock.nn.sharding import shard_heads
+from interlock.parallel.sharding import shard_heads
 from interlock.plan.qkv_blocks import BLOCK, PARTS, Stored, blocks_of_ranks, part_blocks
 from tests.plan.machines import mimo_card, tiny_card
 from tests.tiny import flash, tiny_folder, v25

@@ -17,7 +17,7 @@ from interlock.engine.receipts import observe_scheduler
 from interlock.engine.sampler import Sampler
 from interlock.engine.scheduler import Scheduler
 from interlock.launch import plan_launch
-from interlock.moe.a2a.base import ContractError
+from interlock.moe.a2a.contract import ContractError
 from interlock.options import OPTIONS, Options
 from interlock.parallel.topology import Groups
 from interlock.plan.launch_plan import LaunchPlan

@@ -27,7 +27,7 @@ from interlock.bench.statistics import Figure
 from interlock.errors import Refusal
 from interlock.kernels.availability import native_cpu_unavailable
 from interlock.kernels.registry import get_kernels
-from interlock.moe.a2a.base import A2ABackend
+from interlock.moe.a2a.backend import A2ABackend
 from interlock.moe.a2a.registry import a2a_backends
 from interlock.moe.conformance.processes import Gpus, run_ranks
 from interlock.moe.terms import Layout, Phase

@@ -13,8 +13,9 @@ import torch
 from interlock.bench.copy_speed import CopySpeed, measure_copies
 from interlock.kernels.availability import native_cpu_unavailable
 from interlock.kernels.registry import get_kernels
-from interlock.moe.a2a.base import SCALE_GROUP, Dispatched, Dispatcher, DispatcherSpec
+from interlock.moe.a2a.contract import Dispatched, Dispatcher, DispatcherSpec
 from interlock.moe.a2a.registry import a2a_backends
+from interlock.moe.a2a.rows import SCALE_GROUP
 from interlock.moe.fp8_rows import quantise_rows
 from interlock.moe.placement import place
 from interlock.moe.terms import Layout, Phase

@@ -18,7 +18,7 @@ from interlock.bench.limits import Limits, time_calls
 from interlock.bench.statistics import Figure
 from interlock.errors import Refusal
 from interlock.kernels.base import Kernels
-from interlock.moe.a2a.base import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
 from interlock.moe.experts.base import ExpertRunner, Runner, RunnerSpec
 from interlock.moe.experts.registry import expert_runners
 from interlock.moe.layouts import aligned_segments, count_lanes, positions, slab_segments

@@ -24,7 +24,7 @@ from interlock.bench.limits import Limits
 from interlock.bench.statistics import Figure
 from interlock.errors import InterlockError
 from interlock.kernels.base import Kernels
-from interlock.moe.a2a.base import ReplicatedRows
+from interlock.moe.a2a.rows import ReplicatedRows
 from interlock.moe.experts.base import ExpertRunner, FillsExperts, Runner, RunnerSpec, SumsLanes
 from interlock.plugins import load_symbol
 

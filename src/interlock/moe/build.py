@@ -9,7 +9,8 @@ import torch
 
 from interlock.errors import StartupError
 from interlock.kernels.base import Kernels
-from interlock.moe.a2a.base import A2ABackend, Dispatcher, DispatcherSpec
+from interlock.moe.a2a.backend import A2ABackend
+from interlock.moe.a2a.contract import Dispatcher, DispatcherSpec
 from interlock.moe.a2a.registry import a2a_backends
 from interlock.moe.experts.registry import expert_runners
 from interlock.moe.layer import MoEContext

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from interlock.moe.a2a.base import SCALE_GROUP
+from interlock.moe.a2a.rows import SCALE_GROUP
 
 _LARGEST = 448.0
 

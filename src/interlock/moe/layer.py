@@ -14,7 +14,8 @@ import torch
 from interlock.errors import CheckpointError
 from interlock.kernels.base import Kernels
 from interlock.kernels.fp8_blocks import Fp8Blocks
-from interlock.moe.a2a.base import Dispatcher, DispatcherReceipt, ExpertInput, FindsLater, ReplicatedRows
+from interlock.moe.a2a.contract import Dispatcher, DispatcherReceipt, FindsLater
+from interlock.moe.a2a.rows import ExpertInput, ReplicatedRows
 from interlock.moe.experts.base import (
     ExpertFill,
     ExpertRunner,

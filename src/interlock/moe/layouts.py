@@ -13,13 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from interlock.kernels.base import ExpertRows
-from interlock.moe.a2a.base import (
-    ContiguousRows,
-    ContractError,
-    ExpertInput,
-    MaskedRows,
-    ReplicatedRows,
-)
+from interlock.moe.a2a.contract import ContractError
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import torch
 
-from interlock.moe.a2a.base import ExpertInput, ReplicatedRows
+from interlock.moe.a2a.rows import ExpertInput, ReplicatedRows
 from interlock.moe.device_routing import add_lane_counts
 from interlock.moe.layouts import count_lanes
 from interlock.moe.terms import Phase

@@ -14,7 +14,8 @@ import torch
 
 from interlock.kernels.base import ExpertRows, Kernels
 from interlock.kernels.cpu.build import build_library
-from interlock.moe.a2a.base import ContractError, ExpertInput, MaskedRows, ReplicatedRows
+from interlock.moe.a2a.contract import ContractError
+from interlock.moe.a2a.rows import ExpertInput, MaskedRows, ReplicatedRows
 from interlock.plan.card import ExpertsCard
 
 _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {

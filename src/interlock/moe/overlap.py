@@ -21,7 +21,8 @@ from typing import TypeVar
 
 import torch
 
-from interlock.moe.a2a.base import Dispatched, Dispatcher, DispatcherReceipt, DispatcherSpec, ExpertInput
+from interlock.moe.a2a.contract import Dispatched, Dispatcher, DispatcherReceipt, DispatcherSpec
+from interlock.moe.a2a.rows import ExpertInput
 from interlock.moe.meter import LoadMeter
 from interlock.moe.routing import Routes
 from interlock.moe.side_work import Beside, SideWork

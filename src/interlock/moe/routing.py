@@ -18,7 +18,7 @@ import torch
 
 from interlock.errors import CheckpointError
 from interlock.kernels.base import Kernels, PackedWeight
-from interlock.moe.a2a.base import ContractError
+from interlock.moe.a2a.contract import ContractError
 from interlock.moe.device_routing import DeviceRouting, device_routing
 from interlock.moe.native_moe import native_moe
 from interlock.plan.card import ExpertsCard

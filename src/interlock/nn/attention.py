@@ -15,7 +15,7 @@ from interlock.nn.context import ModelContext
 from interlock.nn.linear import ColumnParallelLinear, HeldFormats, RowParallelLinear, WeightRows
 from interlock.nn.norm import RMSNorm
 from interlock.nn.rope import RopeTables
-from interlock.nn.sharding import shard_heads
+from interlock.parallel.sharding import shard_heads
 from interlock.plan.card import AttentionCard
 from interlock.plan.qkv_blocks import PARTS, PartBlocks, Stored, part_blocks
 from interlock.step import PageMap, Step

@@ -10,7 +10,7 @@ import torch
 from interlock.checkpoint.source import WeightSource
 from interlock.nn.context import ModelContext
 from interlock.nn.linear import ColumnParallelLinear, read_row_shard
-from interlock.nn.sharding import shard
+from interlock.parallel.sharding import shard
 
 
 class Embedding:

@@ -18,7 +18,7 @@ from interlock.checkpoint.source import WeightSource
 from interlock.kernels.base import PackedWeight, QuantisedRows, QuantisingKernels
 from interlock.kernels.fp8_blocks import Fp8Blocks, stack_rows
 from interlock.nn.context import ModelContext
-from interlock.nn.sharding import Shard, shard
+from interlock.parallel.sharding import Shard, shard
 from interlock.plan.weight_format import FP8
 
 

@@ -8,7 +8,7 @@ from interlock.checkpoint.source import WeightSource
 from interlock.kernels.base import QuantisedRows, QuantisingKernels
 from interlock.nn.context import ModelContext
 from interlock.nn.linear import ColumnParallelLinear, HeldFormats, RowParallelLinear, WeightRows
-from interlock.nn.sharding import shard
+from interlock.parallel.sharding import shard
 
 
 class SwiGLU:

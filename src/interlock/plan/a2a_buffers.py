@@ -11,7 +11,7 @@ from interlock.plan.card import ModelCard
 from interlock.plan.moe import Experts
 
 if TYPE_CHECKING:
-    from interlock.moe.a2a.base import A2ABackend
+    from interlock.moe.a2a.backend import A2ABackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def buffer_bytes(
     dtype_bytes: int,
 ) -> int:
     """What one rank reserves; 0 in a model without experts."""
-    from interlock.moe.a2a.base import BufferShape
+    from interlock.moe.a2a.backend import BufferShape
 
     if card.experts is None:
         return 0

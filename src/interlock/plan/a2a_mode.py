@@ -10,7 +10,7 @@ from interlock.options import Options
 from interlock.plan.decided import Decided, asked_text, rule
 
 if TYPE_CHECKING:
-    from interlock.moe.a2a.base import A2ABackend
+    from interlock.moe.a2a.backend import A2ABackend
 
 
 def decide_a2a_mode(

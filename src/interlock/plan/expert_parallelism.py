@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from interlock.moe.a2a.base import A2ABackend
+from interlock.moe.a2a.backend import A2ABackend
 from interlock.moe.experts.base import ExpertRunner
 from interlock.options import Options
 from interlock.plan.a2a_mode import decide_a2a_mode

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Final
 
 from interlock.kernels.availability import capability_of
 from interlock.kv.transfer.base import TransferBackend
-from interlock.moe.a2a.base import routing_problem
+from interlock.moe.a2a.backend import routing_problem
 from interlock.moe.terms import Layout, Phase
 from interlock.plan.facts import MachineFacts
 
 if TYPE_CHECKING:
-    from interlock.moe.a2a.base import A2ABackend
+    from interlock.moe.a2a.backend import A2ABackend
     from interlock.moe.experts.base import ExpertRunner
     from interlock.nn.attention_backends.base import AttentionBackend
 

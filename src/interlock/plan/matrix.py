@@ -21,7 +21,7 @@ from interlock.plan.join import (
 )
 
 if TYPE_CHECKING:
-    from interlock.moe.a2a.base import A2ABackend
+    from interlock.moe.a2a.backend import A2ABackend
     from interlock.nn.attention_backends.base import AttentionBackend
 
 

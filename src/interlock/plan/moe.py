@@ -13,7 +13,7 @@ from interlock.plan.decided import Decided, asked_integer, asked_text, rule
 from interlock.plan.join import Declarations, Situation, a2a_problem, candidates, exchanges, shared_layout
 
 if TYPE_CHECKING:
-    from interlock.moe.a2a.base import A2ABackend
+    from interlock.moe.a2a.backend import A2ABackend
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from interlock.plan.decided import Decided, asked_text, rule
 from interlock.plan.join import Declarations
 
 if TYPE_CHECKING:
-    from interlock.moe.a2a.base import A2ABackend
+    from interlock.moe.a2a.backend import A2ABackend
 
 _ON = "--moe-overlap on"
 

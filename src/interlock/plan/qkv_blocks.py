@@ -94,7 +94,7 @@ def part_blocks(stored: Stored, part: str, heads: range) -> PartBlocks | None:
 
 def blocks_of_ranks(stored: Stored, size: int) -> Iterator[tuple[str, PartBlocks | None]]:
     """(part, its blocks) of each of ``size`` attention-TP ranks."""
-    from interlock.nn.sharding import shard_heads
+    from interlock.parallel.sharding import shard_heads
 
     for rank in range(size):
         heads = shard_heads(stored.attention, size, rank)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from interlock.errors import Refusal
-from interlock.moe.a2a.base import A2ABackend
+from interlock.moe.a2a.backend import A2ABackend
 from interlock.options import Options
 from interlock.plan import decided as from_
 from interlock.plan.a2a_buffers import Exchange, buffer_bytes

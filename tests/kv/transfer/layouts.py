@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from interlock.kv.transfer.layout import CacheLayout, LayerLayout
-from interlock.nn.sharding import kv_heads_of
+from interlock.parallel.sharding import kv_heads_of
 
 WINDOW = 8
 

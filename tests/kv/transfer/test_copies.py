@@ -17,7 +17,7 @@ from interlock.kv.transfer.base import Pieces, TransferError
 from interlock.kv.transfer.copies import CopyPlanner, Span, head_routes
 from interlock.kv.transfer.layout import CacheLayout, refuse_different
 from interlock.kv.transfer.shared_memory.pools import SharedReceiver, SharedSender
-from interlock.nn.sharding import kv_heads_of
+from interlock.parallel.sharding import kv_heads_of
 from tests.kv.transfer.layouts import code, layout, pools, rows
 
 

@@ -10,8 +10,9 @@ import torch
 
 from interlock.errors import EngineDeadError
 from interlock.kernels.registry import get_kernels
-from interlock.moe.a2a.base import ContractError, DispatcherSpec, MaskedRows
 from interlock.moe.a2a.checked import buffer_shape
+from interlock.moe.a2a.contract import ContractError, DispatcherSpec
+from interlock.moe.a2a.rows import MaskedRows
 from interlock.moe.a2a.symmetric import BACKEND
 from interlock.moe.a2a.symmetric.dispatcher import Symmetric
 from interlock.moe.conformance.backend_suite import RankFindings, run_backend_suite

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from interlock.kernels.torch_reference import TorchKernels
-from interlock.moe.a2a.base import BufferShape, ContiguousRows, MaskedRows
+from interlock.moe.a2a.backend import BufferShape
 from interlock.moe.a2a.checked import ROW_DTYPES
+from interlock.moe.a2a.rows import ContiguousRows, MaskedRows
 from interlock.moe.a2a.symmetric.exchange import NOTICE_WORDS, Arrived, Exchange
 from interlock.moe.a2a.symmetric.pulled import PulledExchange
 from interlock.moe.a2a.symmetric.shape import RegionShape

@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: torch's 
 if not triton.knobs.runtime.interpret:
     pytest.skip("set TRITON_INTERPRET=1 to run the GPU kernels on the CPU", allow_module_level=True)
 
-from interlock.moe.a2a.base import MaskedRows  # noqa: E402
+from interlock.moe.a2a.rows import MaskedRows  # noqa: E402
 from interlock.moe.a2a.symmetric import BACKEND, exchange, pulled, shape  # noqa: E402
 from interlock.moe.a2a.symmetric.exchange import Arrived  # noqa: E402
 from interlock.moe.a2a.symmetric.shape import RegionShape  # noqa: E402

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from interlock.errors import EngineDeadError
-from interlock.moe.a2a.base import ContractError, DispatcherSpec, FindsLater
+from interlock.moe.a2a.contract import ContractError, DispatcherSpec, FindsLater
 from interlock.moe.a2a.symmetric.notice import BAD_ID, COUNTS, OVERFLOW, RESULTS, ROWS, problem
 from interlock.moe.layer import MoEContext
 

@@ -14,7 +14,7 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("set TRITON_INTERPRET=1 to run the GPU kernels on the CPU", allow_module_level=True)
 
 from interlock.kernels.registry import get_kernels  # noqa: E402
-from interlock.moe.a2a.base import DispatcherSpec  # noqa: E402
+from interlock.moe.a2a.contract import DispatcherSpec  # noqa: E402
 from interlock.moe.conformance.processes import run_ranks  # noqa: E402
 from interlock.moe.placement import place  # noqa: E402
 from interlock.moe.terms import Phase  # noqa: E402

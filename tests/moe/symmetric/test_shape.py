@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlock.moe.a2a.base import BufferShape
+from interlock.moe.a2a.backend import BufferShape
 from interlock.moe.a2a.symmetric import BACKEND
 from interlock.moe.a2a.symmetric.shape import GRANULARITY, SECTIONS, RegionShape
 from interlock.moe.terms import Layout, Phase

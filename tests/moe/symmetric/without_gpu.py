@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from interlock.moe.a2a.base import A2ABackend, DispatcherSpec
+from interlock.moe.a2a.backend import A2ABackend
+from interlock.moe.a2a.contract import DispatcherSpec
 from interlock.moe.a2a.symmetric import BACKEND, dispatcher, pulled
 from interlock.moe.a2a.symmetric.dispatcher import Symmetric
 from interlock.moe.a2a.symmetric.memory import SharedRegion

@@ -3,7 +3,7 @@
 This module is the declaration. The planner imports it, so it must not import torch.
 """
 
-from interlock.moe.a2a.base import A2ABackend, BufferShape
+from interlock.moe.a2a.backend import A2ABackend, BufferShape
 from interlock.moe.terms import Layout, Phase
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from interlock.moe.a2a.base import ContiguousRows, DispatcherSpec, ExpertInput
 from interlock.moe.a2a.checked import CheckedDispatcher
+from interlock.moe.a2a.contract import DispatcherSpec
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput
 from interlock.moe.layouts import aligned_segments, count_lanes, positions
 from interlock.moe.terms import Phase
 from interlock_gather import BACKEND

@@ -15,7 +15,7 @@ import numpy as np
 from interlock.kv.pages import Int32s
 from interlock.kv.transfer.base import Int64s, Pieces, TransferError
 from interlock.kv.transfer.layout import ELEMENT_BYTES, CacheLayout
-from interlock.nn.sharding import kv_heads_of
+from interlock.parallel.sharding import kv_heads_of
 
 
 @dataclass(frozen=True, slots=True)

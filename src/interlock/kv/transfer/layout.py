@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from interlock.kv.transfer.base import TransferError
-from interlock.nn.sharding import kv_heads_of
+from interlock.parallel.sharding import kv_heads_of
 from interlock.plan.launch_plan import LaunchPlan
 
 KINDS = ("k", "v")

@@ -11,20 +11,9 @@ from typing import Any
 
 import torch
 
-from interlock.moe.a2a.base import (
-    SCALE_GROUP,
-    A2ABackend,
-    BufferShape,
-    ContiguousRows,
-    ContractError,
-    Dispatched,
-    DispatcherReceipt,
-    DispatcherSpec,
-    ExpertInput,
-    Handle,
-    MaskedRows,
-    routing_problem,
-)
+from interlock.moe.a2a.backend import A2ABackend, BufferShape, routing_problem
+from interlock.moe.a2a.contract import ContractError, Dispatched, DispatcherReceipt, DispatcherSpec, Handle
+from interlock.moe.a2a.rows import SCALE_GROUP, ContiguousRows, ExpertInput, MaskedRows
 from interlock.moe.routing import validate_routes
 from interlock.moe.terms import Phase
 

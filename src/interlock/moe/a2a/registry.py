@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from interlock.moe.a2a.base import A2ABackend
+from interlock.moe.a2a.backend import A2ABackend
 from interlock.plugins import Catalogue, discover
 
 BUILT_IN = (

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from interlock.kernels.registry import get_kernels
-from interlock.moe.a2a.base import A2ABackend, ContractError, Dispatcher, DispatcherSpec
+from interlock.moe.a2a.backend import A2ABackend
+from interlock.moe.a2a.contract import ContractError, Dispatcher, DispatcherSpec
 from interlock.moe.conformance.cases import Case, Setting, make_case, settings
 from interlock.moe.conformance.oracle import DTYPES, combined
 from interlock.moe.conformance.received import Mismatch, check_received, computed

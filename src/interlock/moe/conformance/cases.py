@@ -17,7 +17,8 @@ from itertools import product
 
 import torch
 
-from interlock.moe.a2a.base import SCALE_GROUP, A2ABackend
+from interlock.moe.a2a.backend import A2ABackend
+from interlock.moe.a2a.rows import SCALE_GROUP
 from interlock.moe.placement import place
 from interlock.moe.terms import Layout, Phase
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from interlock.moe.a2a.base import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
 from interlock.moe.conformance.cases import Case, Setting
 from interlock.moe.conformance.oracle import DTYPES, Lane, lanes_of, result_of
 from interlock.moe.fp8_rows import dequantise_rows

@@ -18,7 +18,7 @@ import torch
 
 from interlock.kernels.base import Kernels
 from interlock.kernels.fp8_blocks import Fp8Blocks
-from interlock.moe.a2a.base import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
 from interlock.moe.conformance.backend_suite import MAX_FAILURES, RankFindings
 from interlock.moe.conformance.received import Mismatch
 from interlock.moe.experts.base import ExpertRunner, LoadsFp8, Runner, RunnerSpec

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from interlock.kernels.base import Kernels
     from interlock.kernels.fp8_blocks import Fp8Blocks
-    from interlock.moe.a2a.base import ExpertInput, ReplicatedRows
+    from interlock.moe.a2a.rows import ExpertInput, ReplicatedRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

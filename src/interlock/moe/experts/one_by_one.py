@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from interlock.moe.a2a.base import ExpertInput, ReplicatedRows
+from interlock.moe.a2a.rows import ExpertInput, ReplicatedRows
 from interlock.moe.experts.base import RunnerSpec
 from interlock.moe.fp8_rows import dequantise_rows
 from interlock.moe.layouts import expert_rows

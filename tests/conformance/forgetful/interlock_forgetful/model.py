@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from interlock.models.mimo_v2.model import MiMoV2
-from interlock.moe.a2a.base import ReplicatedRows
+from interlock.moe.a2a.rows import ReplicatedRows
 from interlock.moe.layer import MoELayer
 from interlock.nn.context import ModelContext
 from interlock.step import Step

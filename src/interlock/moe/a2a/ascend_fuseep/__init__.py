@@ -5,7 +5,7 @@ below are its. It differs from the contract where the interface does: ids of -1 
 tokens are left out and lanes of used tokens must all be used; and combine multiplies by the routing weights.
 """
 
-from interlock.moe.a2a.base import A2ABackend, BufferShape, Site
+from interlock.moe.a2a.backend import A2ABackend, BufferShape, Site
 from interlock.moe.terms import Layout, Phase
 
 BUFFER_SIZE = "HCCL_BUFFSIZE"

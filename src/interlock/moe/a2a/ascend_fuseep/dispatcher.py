@@ -10,8 +10,10 @@ import torch
 
 from interlock.errors import StartupError
 from interlock.moe.a2a.ascend_fuseep import BACKEND, MAX_EXPERTS
-from interlock.moe.a2a.base import A2ABackend, ContiguousRows, ContractError, DispatcherSpec, ExpertInput
+from interlock.moe.a2a.backend import A2ABackend
 from interlock.moe.a2a.checked import CheckedDispatcher, buffer_shape
+from interlock.moe.a2a.contract import ContractError, DispatcherSpec
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput
 from interlock.moe.a2a.torch_groups import process_group
 from interlock.moe.layouts import Segments, aligned_segments, filled_rows
 from interlock.moe.terms import Phase

@@ -1,6 +1,6 @@
 """Backend ``collective``: torch ``all_to_all_single``, on gloo or NCCL. The oracle of the others."""
 
-from interlock.moe.a2a.base import A2ABackend, BufferShape
+from interlock.moe.a2a.backend import A2ABackend, BufferShape
 from interlock.moe.terms import Layout, Phase
 
 

@@ -15,14 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlock.moe.a2a.base import (
-    ContiguousRows,
-    DispatcherSpec,
-    ExpertInput,
-    MaskedRows,
-)
 from interlock.moe.a2a.checked import CheckedDispatcher
 from interlock.moe.a2a.collective import BACKEND
+from interlock.moe.a2a.contract import DispatcherSpec
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput, MaskedRows
 from interlock.moe.a2a.torch_groups import process_group
 from interlock.moe.layouts import aligned_segments, count_lanes, positions, slab_segments
 from interlock.moe.terms import Layout, Phase

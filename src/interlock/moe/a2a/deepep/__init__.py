@@ -5,7 +5,7 @@ as a token of its own and is added at home (``k`` rows a token instead of one fo
 library adds lanes in ascending order in float32 with weights of one, which is the contract's sum.
 """
 
-from interlock.moe.a2a.base import A2ABackend, Site
+from interlock.moe.a2a.backend import A2ABackend, Site
 from interlock.moe.a2a.deepep.package import DISTRIBUTIONS, legacy_problem
 from interlock.moe.a2a.deepep.sizes import HIDDEN, NVLINK_PEERS, RANKS, buffer_bytes
 from interlock.moe.terms import Layout, Phase

@@ -12,20 +12,15 @@ from typing import Any
 import torch
 
 from interlock.errors import StartupError
-from interlock.moe.a2a.base import (
-    A2ABackend,
-    ContiguousRows,
-    ContractError,
-    DispatcherSpec,
-    ExpertInput,
-    MaskedRows,
-)
+from interlock.moe.a2a.backend import A2ABackend
 from interlock.moe.a2a.checked import CheckedDispatcher, buffer_shape
+from interlock.moe.a2a.contract import ContractError, DispatcherSpec
 from interlock.moe.a2a.deepep import BACKEND
 from interlock.moe.a2a.deepep.library import closed_to_torch_fills, load_library
 from interlock.moe.a2a.deepep.sizes import NVLINK_PEERS, fixed_bytes, reserved
 from interlock.moe.a2a.low_latency import gather_routes, row_weights
 from interlock.moe.a2a.low_latency_sizes import library_capacity
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput, MaskedRows
 from interlock.moe.a2a.torch_groups import process_group, refuse_capture
 from interlock.moe.layouts import aligned_segments, count_lanes, positions
 from interlock.moe.terms import Layout, Phase

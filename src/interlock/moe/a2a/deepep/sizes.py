@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from interlock.moe.a2a.base import BufferShape
+from interlock.moe.a2a.backend import BufferShape
 from interlock.moe.a2a.low_latency_sizes import library_capacity
 from interlock.moe.terms import Layout, Phase
 

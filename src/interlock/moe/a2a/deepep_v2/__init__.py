@@ -7,7 +7,7 @@ lanes in bfloat16, which gives the same value), so results equal those of ``coll
 the way (``allow_multiple_reduction``) would move fewer rows and round twice: they are not used.
 """
 
-from interlock.moe.a2a.base import A2ABackend, Modes
+from interlock.moe.a2a.backend import A2ABackend, Modes
 from interlock.moe.a2a.deepep.package import DISTRIBUTIONS
 from interlock.moe.a2a.deepep_v2.fitness import VARIABLES, problem
 from interlock.moe.a2a.deepep_v2.sizes import (

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from interlock.errors import EngineDeadError, StartupError
-from interlock.moe.a2a.base import DispatcherSpec
 from interlock.moe.a2a.checked import buffer_shape
+from interlock.moe.a2a.contract import DispatcherSpec
 from interlock.moe.a2a.deepep.library import closed_to_torch_fills, load_library
 from interlock.moe.a2a.deepep.package import how_to_install
 from interlock.moe.a2a.deepep_v2.fitness import DISABLE_GIN, NCCL_ROOT

@@ -18,20 +18,15 @@ from typing import Any
 
 import torch
 
-from interlock.moe.a2a.base import (
-    A2ABackend,
-    ContiguousRows,
-    ContractError,
-    DispatcherSpec,
-    ExpertInput,
-    MaskedRows,
-)
+from interlock.moe.a2a.backend import A2ABackend
 from interlock.moe.a2a.checked import ROW_DTYPES, CheckedDispatcher, buffer_shape
+from interlock.moe.a2a.contract import ContractError, DispatcherSpec
 from interlock.moe.a2a.deepep_v2 import BACKEND
 from interlock.moe.a2a.deepep_v2.buffer import library_call, load_elastic, open_buffer, share_of_sms
 from interlock.moe.a2a.deepep_v2.expansion import Lanes, ordered_lanes
 from interlock.moe.a2a.deepep_v2.row_copies import Target, copy_lanes
 from interlock.moe.a2a.deepep_v2.sizes import DIRECT, HYBRID, fixed_bytes
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput, MaskedRows
 from interlock.moe.terms import Layout, Phase
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from interlock.moe.a2a.base import Site
+from interlock.moe.a2a.backend import Site
 from interlock.moe.a2a.deepep.package import elastic_problem
 
 DISABLE_GIN = "EP_DISABLE_GIN"

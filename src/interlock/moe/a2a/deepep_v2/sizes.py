@@ -8,7 +8,7 @@ Legend: R ranks, T capacity, k experts a token, L experts of a rank, h hidden si
 
 from __future__ import annotations
 
-from interlock.moe.a2a.base import BufferShape
+from interlock.moe.a2a.backend import BufferShape
 from interlock.moe.terms import Layout
 
 RECORD_ALIGNMENT = 32

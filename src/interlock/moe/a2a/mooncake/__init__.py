@@ -4,7 +4,7 @@ Written against ``mooncake.mooncake_ep_buffer.Buffer`` of ``mooncake-transfer-en
 rank keeps room for E * T rows twice, so prefill wants small chunks (``--chunked-prefill-size``).
 """
 
-from interlock.moe.a2a.base import A2ABackend, BufferShape, Site
+from interlock.moe.a2a.backend import A2ABackend, BufferShape, Site
 from interlock.moe.a2a.low_latency_sizes import library_capacity
 from interlock.moe.terms import Layout, Phase
 

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from interlock.errors import EngineDeadError, StartupError
-from interlock.moe.a2a.base import A2ABackend, DispatcherSpec, ExpertInput, MaskedRows
+from interlock.moe.a2a.backend import A2ABackend
 from interlock.moe.a2a.checked import CheckedDispatcher
+from interlock.moe.a2a.contract import DispatcherSpec
 from interlock.moe.a2a.low_latency import gather_routes, row_weights
 from interlock.moe.a2a.low_latency_sizes import library_capacity
 from interlock.moe.a2a.mooncake import BACKEND, PACKAGE, region_bytes
+from interlock.moe.a2a.rows import ExpertInput, MaskedRows
 from interlock.moe.a2a.torch_groups import process_group, refuse_capture
 from interlock.moe.terms import Phase
 

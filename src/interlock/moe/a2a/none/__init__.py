@@ -1,7 +1,7 @@
 """Backend ``none``: no exchange of tokens. Every rank computes its experts, or its slices of all experts,
 for all tokens, and an all-reduce adds the results."""
 
-from interlock.moe.a2a.base import A2ABackend, BufferShape
+from interlock.moe.a2a.backend import A2ABackend, BufferShape
 from interlock.moe.terms import Layout, Phase
 
 

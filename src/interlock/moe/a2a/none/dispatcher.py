@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from interlock.moe.a2a.base import DispatcherSpec, ExpertInput, ReplicatedRows
 from interlock.moe.a2a.checked import CheckedDispatcher
+from interlock.moe.a2a.contract import DispatcherSpec
 from interlock.moe.a2a.none import BACKEND
+from interlock.moe.a2a.rows import ExpertInput, ReplicatedRows
 from interlock.moe.terms import Phase
 from interlock.parallel.group import Group
 

@@ -1,7 +1,7 @@
 """Backend ``shared_memory``: one host, CPU. Every rank owns fixed-capacity slots in POSIX shared memory into
 which its peers write; flags, not collectives, say when they are filled."""
 
-from interlock.moe.a2a.base import A2ABackend
+from interlock.moe.a2a.backend import A2ABackend
 from interlock.moe.a2a.shared_memory.shape import buffer_bytes
 from interlock.moe.terms import Layout, Phase
 

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from interlock.errors import EngineDeadError
-from interlock.moe.a2a.base import ContiguousRows, ContractError, DispatcherSpec, ExpertInput, MaskedRows
 from interlock.moe.a2a.checked import ROW_DTYPES, CheckedDispatcher, buffer_shape
+from interlock.moe.a2a.contract import ContractError, DispatcherSpec
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput, MaskedRows
 from interlock.moe.a2a.shared_memory import BACKEND, link
 from interlock.moe.a2a.shared_memory.segment import share_segments
 from interlock.moe.a2a.shared_memory.shape import SegmentShape, assembled_rows

@@ -1,7 +1,7 @@
 """Backend ``symmetric``: one NVLink domain, or one GPU. Ranks write into each other's memory and read there
 (torch symmetric memory) with Triton kernels; flags there, not collectives, say what has come."""
 
-from interlock.moe.a2a.base import A2ABackend
+from interlock.moe.a2a.backend import A2ABackend
 from interlock.moe.a2a.symmetric.shape import buffer_bytes
 from interlock.moe.terms import Layout, Phase
 

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from interlock.kernels.triton.compile_ahead import rehearsing
-from interlock.moe.a2a.base import ContractError, DispatcherSpec, ExpertInput
 from interlock.moe.a2a.checked import ROW_DTYPES, CheckedDispatcher, buffer_shape
+from interlock.moe.a2a.contract import ContractError, DispatcherSpec
+from interlock.moe.a2a.rows import ExpertInput
 from interlock.moe.a2a.symmetric import BACKEND
 from interlock.moe.a2a.symmetric.exchange import NOTICE_WORDS, Arrived, Exchange
 from interlock.moe.a2a.symmetric.memory import share_region

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from interlock.errors import EngineDeadError, InterlockError
-from interlock.moe.a2a.base import ContractError, DispatcherSpec
+from interlock.moe.a2a.contract import ContractError, DispatcherSpec
 
 COUNTS, ROWS, RESULTS, BAD_ID, OVERFLOW, ROUTES, RELEASE = range(1, 8)
 _AWAITED = {

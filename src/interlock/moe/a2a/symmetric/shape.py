@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from interlock.moe.a2a.base import BufferShape
+from interlock.moe.a2a.backend import BufferShape
 from interlock.moe.terms import Layout
 
 ALIGNED = 128

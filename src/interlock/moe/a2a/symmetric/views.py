@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from interlock.moe.a2a.base import ContiguousRows, MaskedRows
+from interlock.moe.a2a.rows import ContiguousRows, MaskedRows
 from interlock.moe.a2a.symmetric.exchange import Arrived, Exchange
 
 

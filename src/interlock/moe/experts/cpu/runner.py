@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from interlock.kernels.base import PackedExperts
-from interlock.moe.a2a.base import ExpertInput, ReplicatedRows
+from interlock.moe.a2a.rows import ExpertInput, ReplicatedRows
 from interlock.moe.experts.base import RunnerReceipt, RunnerSpec
 from interlock.moe.experts.cpu import RUNNER
 from interlock.moe.experts.weights import ExpertWeights

@@ -25,7 +25,7 @@ from interlock.kernels.triton.expert_tensors import GROUP, ExpertTensors
 from interlock.kernels.triton.fp8_rows import quantise_to_places
 from interlock.kernels.triton.placed_rows import Entries
 from interlock.kernels.triton.placement import Places
-from interlock.moe.a2a.base import ContiguousRows, MaskedRows, ReplicatedRows
+from interlock.moe.a2a.rows import ContiguousRows, MaskedRows, ReplicatedRows
 from interlock.moe.experts.deep_gemm import ALIGNMENT
 from interlock.moe.experts.deep_gemm.library import DeepGemm, on_device
 

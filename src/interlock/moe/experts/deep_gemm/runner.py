@@ -8,7 +8,7 @@ import torch
 
 from interlock.kernels.triton.compile_ahead import rehearsing
 from interlock.kernels.triton.dense_products import TakesDenseProducts
-from interlock.moe.a2a.base import ContiguousRows, ExpertInput, ReplicatedRows
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput, ReplicatedRows
 from interlock.moe.experts.base import RunnerSpec
 from interlock.moe.experts.deep_gemm import RUNNER
 from interlock.moe.experts.deep_gemm.library import DeepGemm, load_deep_gemm

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from interlock.kernels.triton import moe
-from interlock.moe.a2a.base import ExpertInput, MaskedRows, ReplicatedRows
+from interlock.moe.a2a.rows import ExpertInput, MaskedRows, ReplicatedRows
 from interlock.moe.experts.base import RunnerReceipt, RunnerSpec
 from interlock.moe.experts.choice import ExpertShape, best_runner
 from interlock.moe.experts.deep_gemm.library import DeepGemm

@@ -9,7 +9,7 @@ import torch
 
 from interlock.errors import StartupError
 from interlock.kernels.triton.expert_tensors import ExpertTensors
-from interlock.moe.a2a.base import ExpertInput, ReplicatedRows
+from interlock.moe.a2a.rows import ExpertInput, ReplicatedRows
 from interlock.moe.experts.base import RunnerSpec
 from interlock.moe.experts.flashinfer_cutlass import RUNNER
 from interlock.moe.experts.triton_fp8.runner import TritonFp8Runner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear, silu
 
-from interlock.moe.a2a.base import ExpertInput
+from interlock.moe.a2a.rows import ExpertInput
 from interlock.moe.experts.base import RunnerReceipt, RunnerSpec
 from interlock.moe.experts.one_by_one import run_one_by_one
 from interlock.moe.experts.torch import RUNNER

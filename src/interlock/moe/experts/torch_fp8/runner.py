@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 
 from interlock.errors import CheckpointError
 from interlock.kernels.fp8_blocks import BLOCK, Fp8Blocks, linear_w8a8
-from interlock.moe.a2a.base import ExpertInput
+from interlock.moe.a2a.rows import ExpertInput
 from interlock.moe.experts.base import RunnerReceipt, RunnerSpec
 from interlock.moe.experts.one_by_one import run_one_by_one
 from interlock.moe.experts.torch_fp8 import RUNNER

@@ -14,7 +14,7 @@ from interlock.kernels.triton import moe
 from interlock.kernels.triton.expert_tensors import ExpertTensors, pad_width
 from interlock.kernels.triton.row_blocks import RowLists
 from interlock.kernels.triton.tuned import MoeConfig, MoeShape, load_table, nearest
-from interlock.moe.a2a.base import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
+from interlock.moe.a2a.rows import ContiguousRows, ExpertInput, MaskedRows, ReplicatedRows
 from interlock.moe.experts.base import ExpertFill, RunnerReceipt, RunnerSpec
 from interlock.moe.experts.triton import RUNNER
 from interlock.moe.experts.weights import ExpertWeights

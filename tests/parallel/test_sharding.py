@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from interlock.errors import StartupError
 from interlock.kv.cache import local_kv_heads
-from interlock.nn.sharding import shard, shard_heads
+from interlock.parallel.sharding import shard, shard_heads
 from interlock.plan.card import AttentionCard
 
 
