@@ -17,16 +17,7 @@ from tests.plan.machines import gpu_machine, machine, tiny_card
 
 
 def plan(facts: MachineFacts, **options: Any) -> LaunchPlan:
-    """As when ``symmetric`` has been run."""
-    return resolve(
-        Options.of(model="m", **options), tiny_card(dtype="bfloat16"), facts, declared=declared_as_run()
-    )
-
-
-def declared_as_run() -> Declarations:
-    declared = Declarations.registered()
-    run = replace(declared.a2a["symmetric"], never_run="")
-    return replace(declared, a2a={**declared.a2a, "symmetric": run})
+    return resolve(Options.of(model="m", **options), tiny_card(dtype="bfloat16"), facts)
 
 
 def test_what_was_never_run_is_not_chosen_by_itself() -> None:

@@ -20,6 +20,7 @@ from interlock.engine.model_runner import ModelRunner
 from interlock.evidence.check import problems
 from interlock.moe.routing import Routes, scaled_weights
 from interlock.plan.facts import probe
+from interlock.plan.launch_plan import LaunchPlan
 from interlock.tokenizer import load_tokenizer
 from interlock.verify.arm import ArmError, Ask, Scored
 from interlock.verify.attribute import Origin
@@ -233,24 +234,63 @@ def test_block_scales_rounded_to_powers_of_two_are_seen(tiny: Path, prompts: lis
     assert "the projections' weights" in worst.diagnosis.details
 
 
-def test_an_arm_that_does_not_repeat_itself_is_unexplained(tiny: Path, prompts: list[Prompt]) -> None:
-    class Moody(InProcessArm):
-        def score(self, ask: Ask) -> Scored:
-            scored = super().score(ask)
-            if ask.inspection.trace:
-                return scored
-            entries = tuple(
-                entry and TokenLogprob(entry.token_id, entry.logprob + 0.5, entry.top)
-                for entry in scored.entries
-            )
-            return replace(scored, entries=entries)
+class Moody(InProcessArm):
+    """Log-probabilities from position ``first`` on are off by ``much``, but not in a trace."""
 
-    candidate = side("candidate", tiny)
+    def __init__(self, plan: LaunchPlan, first: int, much: float) -> None:
+        super().__init__(plan)
+        self._first, self._much = first, much
+
+    def score(self, ask: Ask) -> Scored:
+        scored = super().score(ask)
+        if ask.inspection.trace:
+            return scored
+        entries = tuple(
+            entry and replace_logprob(entry, entry.logprob + (self._much if position >= self._first else 0.0))
+            for position, entry in enumerate(scored.entries)
+        )
+        return replace(scored, entries=entries)
+
+
+def replace_logprob(entry: TokenLogprob, logprob: float) -> TokenLogprob:
+    return TokenLogprob(entry.token_id, logprob, entry.top)
+
+
+def moody(tiny: Path, prompt: Prompt, graphs: tuple[int, ...] = (), *, first: int, much: float) -> Result:
+    """A control whose plan has ``graphs``, against a candidate that is moody."""
+    control, candidate = side("control", tiny), side("candidate", tiny)
+    assert control.plan is not None
     assert candidate.plan is not None
     plan = candidate.plan
-    result = verify(
-        side("control", tiny), replace(candidate, start=lambda: Moody(plan)), prompts[:1], SETTINGS
-    )
+    control = replace(control, plan=msgspec.structs.replace(control.plan, cuda_graph_sizes=graphs))
+    candidate = replace(candidate, start=lambda: Moody(plan, first, much))
+    return verify(control, candidate, [prompt], SETTINGS)
+
+
+@pytest.mark.parametrize("graphs", [(), (1, 2)])
+def test_an_arm_that_does_not_repeat_itself_is_unexplained(
+    tiny: Path, prompts: list[Prompt], graphs: tuple[int, ...]
+) -> None:
+    """Graphs are no excuse for what differs in the prompt."""
+    result = moody(tiny, prompts[0], graphs, first=0, much=0.5)
     assert result.findings[0].diagnosis is not None
     assert "does not repeat itself" in result.findings[0].diagnosis.details
     assert result.verdict is Verdict.UNEXPLAINED
+
+
+@pytest.mark.parametrize(
+    ("much", "cause", "verdict"),
+    [(1e-5, Cause.GRAPHS, Verdict.EQUAL), (0.5, Cause.UNEXPLAINED, Verdict.UNEXPLAINED)],
+)
+def test_what_only_replayed_graphs_show_is_laid_at_their_door(
+    tiny: Path, prompts: list[Prompt], much: float, cause: Cause, verdict: Verdict
+) -> None:
+    """A trace runs eagerly: an arm with graphs repeats itself, though its trace agrees with the other arm."""
+    after_the_prompt = len(prompts[0].token_ids) + 1
+    result = moody(tiny, prompts[0], (1, 2), first=after_the_prompt, much=much)
+    diagnosis = result.findings[0].diagnosis
+    assert diagnosis is not None
+    assert diagnosis.cause is cause
+    assert "the CUDA graphs that the control replays" in diagnosis.details
+    assert ("--cuda-graph-max-batch 0 in both arms" in diagnosis.details) == (cause is Cause.UNEXPLAINED)
+    assert result.verdict is verdict

@@ -17,6 +17,7 @@ from interlock.verify.trace import Trace, read_trace, write_routes
 
 TRACED_POSITIONS = 256
 TRACED_BEFORE = 32
+GRAPHS_ASIDE = "--cuda-graph-max-batch 0 in both arms compares all else"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +166,7 @@ class Diagnostician:
     def _same_chunks(self, case: Case, control: Rerun, candidate: Rerun, arm: Arm) -> Diagnosis:
         again = self._compare(control, candidate)
         if again.outcome is Outcome.IDENTICAL:
-            text = "the same text scored again agrees to the last bit, so an arm does not repeat itself"
-            return Diagnosis(Cause.UNEXPLAINED, text, False)
+            return self._gone_in_the_trace(case)
         found = self._attribute(control, candidate)
         if found.is_fault:
             return Diagnosis(Cause.UNEXPLAINED, fault_text(found, self.control), False, found)
@@ -176,6 +176,31 @@ class Diagnostician:
             text = f"the layers agree within rounding, the log-probabilities do not: look at {Origin.HEAD}"
             return Diagnosis(Cause.UNEXPLAINED, text, False, found)
         return self._order(found)
+
+    def _gone_in_the_trace(self, case: Case) -> Diagnosis:
+        """Traced steps run eagerly, so they do not show what replayed graphs compute."""
+        first = case.finding.comparison.first_difference
+        replaying = self._replaying
+        if not replaying or first is None or first <= case.prompt_len:
+            text = "the same text scored again agrees to the last bit, so an arm does not repeat itself"
+            return Diagnosis(Cause.UNEXPLAINED, text, False)
+        text = (
+            "only decode steps differ, and run eagerly they agree to the last bit: the difference comes from "
+            f"the CUDA graphs that {replaying}; "
+        )
+        if self.control.cuda_graph_sizes == self.candidate.cuda_graph_sizes:
+            return Diagnosis(Cause.UNEXPLAINED, text + GRAPHS_ASIDE, False)
+        text += "decode attention cuts a sequence's keys by the size of the graph, so sums have another order"
+        if case.finding.outcome is Outcome.ROUNDING:
+            return Diagnosis(Cause.GRAPHS, text, not self._promised)
+        return Diagnosis(Cause.UNEXPLAINED, f"{text}, but this is more than rounding; {GRAPHS_ASIDE}", False)
+
+    @property
+    def _replaying(self) -> str:
+        """Who replays decode steps as CUDA graphs; "" for nobody."""
+        arms = [("the control", self.control), ("the candidate", self.candidate)]
+        names = [name for name, plan in arms if plan.cuda_graph_sizes]
+        return "" if not names else "both arms replay" if len(names) == 2 else f"{names[0]} replays"
 
     def _order(self, found: Attribution) -> Diagnosis:
         text = order_text(found, self.control, self.candidate)

@@ -16,6 +16,7 @@ class Cause(StrEnum):
     PREFIX = "prefix-cache hit"
     FLIP = "routing flip"
     ORDER = "reduction order"
+    GRAPHS = "decode graphs"
     UNEXPLAINED = "unexplained"
 
 

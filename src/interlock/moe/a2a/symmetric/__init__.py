@@ -20,7 +20,6 @@ BACKEND = A2ABackend(
     min_capability=(8, 0),
     uneven_graphs=True,
     priority=10,
-    never_run="an engine on GPUs, and decode with ranks as processes (they ran as streams of one)",
     buffer_bytes=buffer_bytes,
     dispatcher="interlock.moe.a2a.symmetric.dispatcher:Symmetric",
 )
