@@ -16,11 +16,10 @@ from interlock.launch import machine_facts, plan_launch
 from interlock.options import Options
 from interlock.plan import nvml
 from interlock.plan.explain import summary
-from interlock.plan.facts import Device, MachineFacts, load_facts, probe
+from interlock.plan.facts import MachineFacts, load_facts, probe
 from interlock.plan.join import Declarations
 from interlock.plan.kernel_choice import ROW_INVARIANT
 from interlock.plan.launch_plan import LaunchPlan
-from interlock.plan.nvml import _select
 from interlock.plan.resolve import resolve
 from tests.plan.machines import gpu_machine, machine, tiny_card
 
@@ -163,7 +162,7 @@ def test_probe_agrees_with_the_machine() -> None:
 
 def test_every_way_to_a_plan_sees_the_devices_that_cuda_would(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(nvml, "nvidia_devices", lambda visible: seen.append(visible) or ())
+    monkeypatch.setattr(nvml, "nvidia_gpus", lambda visible: seen.append(visible) or nvml.Gpus())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     given = {"load_format": "dummy", "num_hidden_layers": 1, "max_model_len": 256}
     plan_launch("shape:qwen3-30b-a3b", Options.of(**given))
@@ -173,25 +172,6 @@ def test_every_way_to_a_plan_sees_the_devices_that_cuda_would(monkeypatch: pytes
 
 def test_the_facts_name_every_library_that_a_declaration_needs() -> None:
     assert machine_facts().libraries.keys() == Declarations.registered().libraries()
-
-
-@pytest.mark.parametrize(
-    ("visible", "names"),
-    [
-        ("0,2", ["a", "c"]),
-        ("", []),
-        ("-1", []),
-        ("2,9,0", ["c"]),
-        ("GPU-b", ["b"]),
-        ("GPU-", []),
-        ("1,1", []),
-    ],
-)
-def test_visible_devices_are_read_as_cuda_does(visible: str, names: list[str]) -> None:
-    found = [
-        (f"GPU-{name}x", Device(kind="cuda", name=name, memory_total=1, memory_free=1)) for name in "abc"
-    ]
-    assert [device.name for device in _select(found, visible)] == names
 
 
 def test_an_fp8_cache_is_said_to_have_no_calibrated_scale() -> None:

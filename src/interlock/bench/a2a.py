@@ -241,6 +241,7 @@ def _problem(backend: A2ABackend, run: A2ARun, facts: MachineFacts) -> str | Non
         nnodes=1,
         deterministic=False,
         facts=facts,
+        local_gpus=-(-run.ranks // (run.gpus.per_gpu if run.gpus else 1)),
         ep_size=run.ranks,
         num_experts=shape.experts,
         top_k=shape.top_k,

@@ -37,6 +37,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cores: CPU cores this process may use (affinity and cgroup quota).
         memory_available: bytes of host memory that can be allocated now (cgroup limit included).
+        gpus_apart: pairs of ``devices``, by index, that the driver says no NVLink joins.
         packages: version by distribution name, for those that were asked for and are installed.
         libraries: what loading each system library that was asked for gave, "" where it can be loaded.
         native_kernels_problem: why the native CPU kernels cannot be used, or None.
@@ -52,6 +53,7 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     memory_total: int
     memory_available: int
     devices: tuple[Device, ...] = ()
+    gpus_apart: tuple[tuple[int, int], ...] = ()
     packages: Mapping[str, str] = {}
     native_kernels_problem: str | None = None
     libraries: Mapping[str, str] = {}
@@ -74,9 +76,10 @@ def probe(
         variables: environment variables that packages read.
     """
     from interlock.kernels.availability import native_cpu_unavailable
-    from interlock.plan.nvml import nvidia_devices
+    from interlock.plan.nvml import nvidia_gpus
 
     total, available = _memory()
+    gpus = nvidia_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return MachineFacts(
         os=platform.system().lower(),
         architecture=platform.machine(),
@@ -84,7 +87,8 @@ def probe(
         cores=_cores(),
         memory_total=total,
         memory_available=available,
-        devices=nvidia_devices(os.environ.get("CUDA_VISIBLE_DEVICES")),
+        devices=gpus.devices,
+        gpus_apart=gpus.apart,
         packages=installed({*CORE_PACKAGES, *TRACING_PACKAGES, *packages}),
         native_kernels_problem=native_cpu_unavailable(),
         libraries={name: _loading(name) for name in sorted(libraries)},

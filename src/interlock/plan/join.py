@@ -77,6 +77,7 @@ class Situation:
         weight_format: what weights are offered in: the checkpoint's, or fp8 blocks made while loading.
         weight_block: of the checkpoint's fp8 blocks.
         quantization: "fp8" wants experts held as fp8 blocks, "none" wants none; None leaves it to the runner.
+        local_gpus: GPUs of this machine that the ranks use, the first ones.
         ep_size: None where the size is not decided yet. num_experts, top_k: None for any model.
     """
 
@@ -88,6 +89,7 @@ class Situation:
     nnodes: int
     deterministic: bool
     facts: MachineFacts
+    local_gpus: int = 1
     ep_size: int | None = None
     num_experts: int | None = None
     top_k: int | None = None
@@ -109,6 +111,8 @@ def a2a_problem(backend: A2ABackend, here: Situation) -> str | None:
         return f"runs on {_list(backend.devices)}, not on {here.device}"
     if here.nnodes > 1 and not backend.spans_nodes:
         return f"reaches ranks of one machine only, and --nnodes is {here.nnodes}"
+    if (problem := link_problem(backend, here)) is not None:
+        return problem
     if here.dtype not in backend.row_dtypes:
         return f"carries rows of {_list(backend.row_dtypes)}, not {here.dtype}"
     if backend.hidden_sizes and here.hidden_size not in backend.hidden_sizes:
@@ -130,6 +134,18 @@ def a2a_problem(backend: A2ABackend, here: Situation) -> str | None:
     if problem is None and backend.check is not None:
         problem = backend.check(here)
     return problem or package_problem(backend.packages, here.facts)
+
+
+def link_problem(backend: A2ABackend, here: Situation) -> str | None:
+    """Why ``backend`` cannot connect the GPUs that the ranks of this machine use, or None."""
+    usable = backend.links - {"nvlink"} - (frozenset() if here.facts.rdma_devices else {"rdma"})
+    if here.device != "cuda" or "nvlink" not in backend.links or usable:
+        return None
+    apart = next((pair for pair in here.facts.gpus_apart if max(pair) < here.local_gpus), None)
+    if apart is None:
+        return None
+    wanted = "NVLink or RDMA" if "rdma" in backend.links else "NVLink"
+    return f"needs {wanted} between the GPUs, and GPUs {apart[0]} and {apart[1]} have none"
 
 
 def runner_problem(runner: ExpertRunner, here: Situation) -> str | None:

@@ -52,6 +52,7 @@ def matrix(declared: Declarations, facts: MachineFacts, *, device: str, kernels:
                     nnodes=1,
                     deterministic=False,
                     facts=facts,
+                    local_gpus=len(facts.devices),
                 )
                 problem = a2a_problem(backend, here) or runner_problem(runner, here)
                 for phase in Phase:

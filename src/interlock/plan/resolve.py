@@ -150,6 +150,7 @@ def _situation(
         nnodes=world.nnodes.value,
         deterministic=options.switch("deterministic"),
         facts=facts,
+        local_gpus=world.local_gpus,
         num_experts=card.experts.num_experts if card.experts else None,
         top_k=card.experts.top_k if card.experts else None,
     )
