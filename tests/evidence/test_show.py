@@ -9,7 +9,8 @@ import pytest
 
 from interlock.cli import run
 from interlock.evidence.ledger import installation_folder, write_evidence
-from tests.evidence.samples import sample
+from interlock.plan.rehearsal import sharing_notice
+from tests.evidence.samples import evidence_of, plan_of, sample
 
 
 def test_list_shows_every_file_and_why_some_do_not_count(
@@ -24,6 +25,14 @@ def test_list_shows_every_file_and_why_some_do_not_count(
     assert lines["broken.json"]["verdict"].startswith("unreadable")
     assert run(["evidence", "list", "--ledger", str(tmp_path)]) == 0
     assert "equal" in capsys.readouterr().out
+
+
+def test_list_says_which_evidence_is_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What ranks that shared a GPU showed is not read as what GPUs of their own would."""
+    path = write_evidence(evidence_of(plan_of(), notes=(sharing_notice(4),)), tmp_path)
+    assert run(["evidence", "list", "--ledger", str(tmp_path), "--json"]) == 0
+    (line,) = json.loads(capsys.readouterr().out)
+    assert (line["file"], line["verdict"]) == (path.name, "equal (rehearsal)")
 
 
 def test_show_finds_a_file_by_the_beginning_of_its_name(

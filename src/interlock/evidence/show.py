@@ -12,6 +12,7 @@ from interlock.console import console
 from interlock.errors import InterlockError
 from interlock.evidence.check import problems
 from interlock.evidence.ledger import Entry, default_folders, entries, read_evidence
+from interlock.evidence.record import said_rehearsals
 from interlock.evidence.schema import Evidence
 from interlock.evidence.standing import Combination
 
@@ -93,8 +94,12 @@ def _line(entry: Entry) -> dict[str, str]:
         "sizes": "/".join(map(str, about.sizes())) if about else "",
         "device": evidence.device.name,
         "date": evidence.created[:10],
-        "verdict": evidence.verdict if not wrong else f"does not count: {wrong[0]}",
+        "verdict": _verdict(evidence) if not wrong else f"does not count: {wrong[0]}",
     }
+
+
+def _verdict(evidence: Evidence) -> str:
+    return f"{evidence.verdict} (rehearsal)" if said_rehearsals(evidence) else evidence.verdict
 
 
 def _numbers(evidence: Evidence) -> Table:
