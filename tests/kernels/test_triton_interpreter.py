@@ -8,6 +8,8 @@ The GPU suite has no such limits.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -202,6 +204,20 @@ def test_attention_tiles(window, tile, lengths) -> None:
     got = paged_attention(case.q, tile=tile, **case.arguments())
     assert relative(got, case.in_float64()) < 1e-5
     assert bool((got[-1] == 0).all())
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_bits_do_not_depend_on_the_width_of_the_page_table(window) -> None:
+    """A captured decode step has the widest table there is, an eager one as wide as its longest sequence."""
+    case = paged_case([(1, 60), (1, 9)], nh=4, kvh=2, hd=16, vd=16, window=window, sinks=True)
+    empty = torch.full((2, 64 - case.page_table.shape[1]), -1, dtype=torch.int32)
+    wide = replace(case, page_table=torch.cat([case.page_table, empty], dim=1))
+    tile = AttentionTile(16, 16, 4, 2, 99, 32, ids_ahead=True)
+    captured = paged_attention(wide.q, tile=tile, **wide.arguments())
+    eager = paged_attention(case.q, tile=tile, max_keys=64 * 16, **case.arguments())
+    assert torch.equal(eager, captured)
+    by_its_own_width = paged_attention(case.q, tile=tile, **case.arguments())
+    assert torch.equal(by_its_own_width, captured) == (window is not None), "else the test shows nothing"
 
 
 def test_expert_mlp_takes_any_lists() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
+from interlock.kernels.torch_reference import TorchKernels
 from tests.harness import build_model, run_chunks
 from tests.models.prompts import PROMPT, TOLERANCE, distance
 from tests.tiny import tiny_folder, v25
@@ -29,6 +33,24 @@ def test_sequences_of_one_step_do_not_see_each_other() -> None:
     more = harness.step([(sequence, [7]) for sequence in sequences])
     for row, prompt in zip(torch.log_softmax(more.double(), -1), prompts, strict=True):
         assert distance(row, run_chunks(harness, [*prompt, 7])[-1]) <= TOLERANCE
+
+
+def test_what_may_cut_the_keys_is_the_same_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the table's width: that is the longest sequence of the step, or of all steps in a captured one."""
+    harness = build_model(tiny_folder(v25()))
+    told = []
+    computed = TorchKernels.paged_attention
+
+    def seen(self: TorchKernels, q: torch.Tensor, **given: Any) -> torch.Tensor:
+        told.append(given["max_keys"])
+        return computed(self, q, **given)
+
+    monkeypatch.setattr(TorchKernels, "paged_attention", seen)
+    run_chunks(harness, PROMPT[:3])
+    run_chunks(harness, PROMPT)
+    plan = harness.plan
+    assert set(told) == {plan.sequence_pages * plan.page_size}
+    assert plan.max_model_len <= told[0] < plan.max_model_len + plan.page_size
 
 
 def test_a_step_without_tokens_gives_no_rows() -> None:

@@ -79,8 +79,7 @@ class ModelRunner:
         sizes = self.plan.cuda_graph_sizes
         if sizes:
             space = Space(full=self.plan.full_pages > 0, window=self.plan.window_pages > 0)
-            pages = -(-self.plan.max_model_len // self.plan.page_size)
-            buffers = StepBuffers(max(sizes), pages, space, self.device)
+            buffers = StepBuffers(max(sizes), self.plan.sequence_pages, space, self.device)
             self.graphs = DecodeGraphs(sizes, self._forward, self.logits, buffers)
         if self._compiler is not None:
             report = self._compiler.compile_ahead(self._run_once)

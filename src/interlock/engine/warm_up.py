@@ -17,7 +17,8 @@ def warm_up_phases(plan: LaunchPlan, device: torch.device) -> Iterator[list[Step
     """A prefill step of a few tokens of one sequence, and a decode step of as many sequences.
 
     On a GPU then prefill steps of a full chunk and of one token less: other kernels serve them, which are
-    compiled at their first launch, for odd numbers of rows apart.
+    compiled at their first launch, for odd numbers of rows apart. So are those of decode steps that no graph
+    holds, by the number of parts that a sequence's keys are cut into.
     """
     tokens = min(WARM_UP_TOKENS, plan.chunked_prefill_size, plan.max_model_len)
     sequences = min(WARM_UP_TOKENS, plan.max_running_requests)
@@ -28,6 +29,20 @@ def warm_up_phases(plan: LaunchPlan, device: torch.device) -> Iterator[list[Step
     if device.type == "cuda":
         for total in range(plan.chunked_prefill_size, max(tokens, plan.chunked_prefill_size - 2), -1):
             yield [_step(plan, device, Phase.PREFILL, lengths=_cut(total, plan.max_model_len))]
+        yield [_step(plan, device, Phase.DECODE, lengths=[1] * size) for size in eager_batches(plan)]
+
+
+def eager_batches(plan: LaunchPlan) -> list[int]:
+    """Numbers of sequences of decode steps that no graph holds, ascending: the largest, and of those below it
+    the powers of two and one and a half times these.
+
+    Kernels are compiled for powers of two of the parts into which keys are cut. The parts are inversely
+    proportional to n, so one kernel serves n to 1.5 n at least.
+    """
+    most, held = plan.max_running_requests, max(plan.cuda_graph_sizes, default=0)
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    sizes = {size for power in powers for size in (power, power + power // 2)} | {most}
+    return sorted(size for size in sizes if held < size <= most)
 
 
 def _cut(total: int, longest: int) -> list[int]:

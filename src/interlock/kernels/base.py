@@ -189,6 +189,7 @@ class Kernels(Protocol):
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None,
+        max_keys: int | None = None,
     ) -> torch.Tensor:
         """Causal attention of q [n, nh, hd] over paged keys and values -> [n, nh, vd].
 
@@ -196,8 +197,12 @@ class Kernels(Protocol):
         keys at positions <= its own, and > its own - window when ``window`` is given (so ``window`` keys
         including itself). q head j reads kv head j // (nh / kvh). ``sinks`` float32 [nh] is one more logit
         a head, unscaled, without a value. page_table int32 [s, P] by absolute page index; entries behind the
-        window may be -1 and are never read. Softmax in float32. Rows at or beyond query_start[-1]
-        (padding) give zeros.
+        window may be -1 and are never read. Softmax in float32. Rows at or beyond query_start[-1] (padding)
+        give zeros.
+
+        ``max_keys`` is what a sequence of any step may have at most, None for what the table holds. Kernels
+        that cut a sequence's keys into parts do so by it, and not by the table's width: that is the longest
+        sequence of an eager step and the longest there may be of a captured one.
         """
 
     def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:

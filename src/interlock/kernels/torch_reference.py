@@ -117,6 +117,7 @@ class TorchKernels:
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None,
+        max_keys: int | None = None,
     ) -> torch.Tensor:
         out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1])
         starts = query_start.tolist()

@@ -38,6 +38,7 @@ class Attention:
         self._card, self._context, self._chunks = card, context, chunks
         self._heads = shard_heads(card, group.size, group.rank)
         self._window = None if card.window is None else card.window + context.plan.sliding_window_extra
+        self._max_keys = context.plan.sequence_pages * context.plan.page_size
         self._cos_sin = tables.get(card.rope_theta, card.rotary_dim)
         held = context.plan.attention_weight_format
         self._qkv = ColumnParallelLinear(context, held)
@@ -146,6 +147,7 @@ class Attention:
             scale=self._card.head_dim**-0.5,
             window=self._window,
             sinks=self.sinks,
+            max_keys=self._max_keys,
         )
         return self._o(out.flatten(1))
 

@@ -180,5 +180,10 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.tp_size // self.attn_dp_size
 
     @property
+    def sequence_pages(self) -> int:
+        """Pages that the longest sequence takes."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
     def experts_tp_size(self) -> int:
         return self.tp_size // self.ep_size

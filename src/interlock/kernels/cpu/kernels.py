@@ -202,6 +202,7 @@ class CpuKernels:
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None,
+        max_keys: int | None = None,
     ) -> torch.Tensor:
         code = _type("q", q)
         if q.ndim != 3:

@@ -104,6 +104,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
+    max_keys: int | None = None,
     tile: AttentionTile | None = None,
 ) -> torch.Tensor:
     """See ``Kernels.paged_attention``; ``scale`` must be positive. The cache may also be e4m3 (values without
@@ -121,7 +122,7 @@ def paged_attention(
         return _pipelined(q, k_cache, v_cache, page_table, query_start, kv_len, scale, window, sinks, tile)
     rows = max(16 if decode else tile.rows, power_of_two(group))
     tokens_a_block = 1 if decode else max(1, rows // group)
-    max_keys = page_table.shape[1] * page_size
+    max_keys = max_keys or page_table.shape[1] * page_size
     if window is not None:
         max_keys = min(max_keys, window + tokens_a_block)
     splits = tile.key_splits(sequences * kv_heads, max_keys) if decode else 1

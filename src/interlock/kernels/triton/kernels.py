@@ -108,6 +108,7 @@ class TritonKernels:
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None,
+        max_keys: int | None = None,
     ) -> torch.Tensor:
         return attention.paged_attention(
             q,
@@ -119,6 +120,7 @@ class TritonKernels:
             scale=scale,
             window=window,
             sinks=sinks,
+            max_keys=max_keys,
         )
 
     def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:

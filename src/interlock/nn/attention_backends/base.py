@@ -119,6 +119,7 @@ class PagedAttention(Protocol):
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None,
+        max_keys: int | None = None,
     ) -> torch.Tensor:
         """See ``Kernels.paged_attention``, whose meaning this has in every argument.
 

@@ -55,6 +55,7 @@ class FlashAttention:
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None,
+        max_keys: int | None = None,
     ) -> torch.Tensor:
         """See ``PagedAttention.run``; q, k_cache and v_cache have one dtype.
 

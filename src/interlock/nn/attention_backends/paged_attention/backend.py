@@ -28,6 +28,7 @@ class KernelAttention:
         scale: float,
         window: int | None,
         sinks: torch.Tensor | None,
+        max_keys: int | None = None,
     ) -> torch.Tensor:
         """See ``PagedAttention.run``."""
         self._calls += 1
@@ -42,6 +43,7 @@ class KernelAttention:
             scale=scale,
             window=window,
             sinks=sinks,
+            max_keys=max_keys,
         )
 
     def observed(self) -> AttentionReceipt:
