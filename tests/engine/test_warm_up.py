@@ -46,6 +46,10 @@ def test_no_decode_step_meets_a_kernel_that_was_not_compiled(
     assert {compiled_for(batch) for batch in range(held + 1, most + 1)} <= ready
 
 
+def test_a_server_that_only_prefills_compiles_no_more_for_decode() -> None:
+    assert eager_batches(make_plan(tiny_card(), max_running_requests=8, disaggregation_mode="prefill")) == []
+
+
 def test_steps_have_the_sequences_that_they_are_to_have() -> None:
     """On a CPU one step of each phase; the pages of all are there."""
     plan = plan_of(6, ())

@@ -34,11 +34,13 @@ def warm_up_phases(plan: LaunchPlan, device: torch.device) -> Iterator[list[Step
 
 def eager_batches(plan: LaunchPlan) -> list[int]:
     """Numbers of sequences of decode steps that no graph holds, ascending: the largest, and of those below it
-    the powers of two and one and a half times these.
+    the powers of two and one and a half times these. None on a server that only prefills.
 
     Kernels are compiled for powers of two of the parts into which keys are cut. The parts are inversely
     proportional to n, so one kernel serves n to 1.5 n at least.
     """
+    if plan.disaggregation_mode == "prefill":
+        return []
     most, held = plan.max_running_requests, max(plan.cuda_graph_sizes, default=0)
     powers = [1 << exponent for exponent in range(most.bit_length())]
     sizes = {size for power in powers for size in (power, power + power // 2)} | {most}
