@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_timing import bandwidth, time_graph
 
-from interlock.kernels.triton import moe, router
+from interlock.kernels.triton import moe, router, row_lists
 from interlock.kernels.triton.attention import paged_attention
 from interlock.kernels.triton.expert_tensors import ExpertTensors
 from interlock.kernels.triton.row_blocks import reference_quantise
@@ -77,7 +77,7 @@ def layer(x: torch.Tensor, logits: torch.Tensor, weights: ExpertTensors, config:
     ids, factors = router.top_k(logits, None, TOP_K, sigmoid=True, normalise=True)
     if logits.shape[1] != experts:
         ids = torch.where(ids < experts, ids, -1)
-    lists = moe.token_lists(ids, factors, experts, config.block_rows)
+    lists = row_lists.token_lists(ids, factors, experts, config.block_rows)
     lanes = torch.empty(*ids.shape, x.shape[1], dtype=x.dtype, device=x.device)
     moe.compute(x, None, weights, lists, lanes.flatten(0, 1), config)
     return moe.sum_lanes(lanes, ids, x.dtype)

@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_kernels import ROUTED, SHAPES, TOP_K, random_inputs, random_weights, time_layer
 
-from interlock.kernels.triton import moe, router
+from interlock.kernels.triton import moe, router, row_lists
 from interlock.kernels.triton.expert_tensors import ExpertTensors
 from interlock.kernels.triton.tuned import MoeConfig, Tile
 
@@ -74,7 +74,7 @@ def compile_one(shape: str, dtype: str, config: MoeConfig) -> None:
     for tokens in (2, 64):
         x, logits = random_inputs(shape, tokens, 0)
         ids, factors = router.top_k(logits, None, TOP_K, sigmoid=True, normalise=True)
-        lists = moe.token_lists(torch.where(ids < 2, ids, -1), factors, 2, config.block_rows)
+        lists = row_lists.token_lists(torch.where(ids < 2, ids, -1), factors, 2, config.block_rows)
         out = torch.empty(tokens * TOP_K, hidden, dtype=torch.bfloat16, device="cuda")
         moe.compute(x, None, weights, lists, out, config)
     torch.cuda.synchronize()

@@ -48,12 +48,12 @@ def packed(kernels, experts: int, hidden: int, inter: int, *, fp8: bool):
 def test_row_lists_equal_a_stable_sort(
     kernels, tokens, k, experts, block_rows, unused, launches, monkeypatch
 ) -> None:
-    from interlock.kernels.triton import moe
+    from interlock.kernels.triton import row_lists
 
-    monkeypatch.setattr(moe, "LANES_AT_ONCE", 1 << 14 if launches == 1 else 0)
+    monkeypatch.setattr(row_lists, "LANES_AT_ONCE", 1 << 14 if launches == 1 else 0)
     ids, weights = random_routes(tokens, k, experts, device="cuda", unused=unused)
     got, want = (
-        moe.token_lists(ids, weights, experts, block_rows),
+        row_lists.token_lists(ids, weights, experts, block_rows),
         reference_lists(ids, weights, experts, block_rows),
     )
     assert int(got.block_count) == int(want.block_count) <= got.max_blocks
@@ -87,14 +87,14 @@ TILES = {
 @pytest.mark.parametrize("tokens", [1, 7, 100, 700])
 @pytest.mark.parametrize(("hidden", "inter"), [(512, 256), (768, 384)])
 def test_replicated_experts(kernels, tiles, tokens, hidden, inter) -> None:
-    from interlock.kernels.triton import moe
+    from interlock.kernels.triton import moe, row_lists
 
     fp8, config = TILES[tiles]
     experts = packed(kernels, 8, hidden, inter, fp8=fp8).data
     ids, weights = random_routes(tokens, 3, 8, device="cuda", seed=tokens, unused=0.2)
     x = draw(tokens, hidden)
     out = torch.full((tokens, 3, hidden), float("nan"), dtype=BF16, device="cuda")
-    lists = moe.token_lists(ids, weights, 8, config.block_rows)
+    lists = row_lists.token_lists(ids, weights, 8, config.block_rows)
     moe.compute(x, None, experts, lists, out.flatten(0, 1), config)
     live = ids >= 0
     rounds = moe.rounds_gate_up(experts, lists, config)
@@ -108,7 +108,7 @@ def test_replicated_experts(kernels, tiles, tokens, hidden, inter) -> None:
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("kind", ["contiguous", "slab"])
 def test_grouped_rows(kernels, tiles, kind) -> None:
-    from interlock.kernels.triton import moe
+    from interlock.kernels.triton import moe, row_lists
 
     fp8, config = TILES[tiles]
     hidden, inter, alignment, slab = 512, 256, 16, 304
@@ -128,7 +128,7 @@ def test_grouped_rows(kernels, tiles, kind) -> None:
         ids[part], live[part] = expert, True
     x[~live.cuda()] = float("nan")
     psum = (starts + counts).cuda() if kind == "contiguous" else None
-    lists = moe.segment_lists(counts.cuda(), psum, slab, places, weights, config.block_rows)
+    lists = row_lists.segment_lists(counts.cuda(), psum, slab, places, weights, config.block_rows)
     out = torch.full((places, hidden), float("nan"), dtype=BF16, device="cuda")
     moe.compute(x, None, experts, lists, out, config)
     clean = torch.where(live.cuda()[:, None], x, 0)
@@ -375,7 +375,7 @@ def test_attention_tiles(kernels, tile, kv_heads, window, page_size, lengths) ->
 
 
 def test_a_layer_can_be_captured_and_replayed(kernels) -> None:
-    from interlock.kernels.triton import moe, router
+    from interlock.kernels.triton import moe, router, row_lists
 
     config = TILES["fp8-small"][1]
     experts = packed(kernels, 8, 512, 256, fp8=True).data
@@ -383,7 +383,7 @@ def test_a_layer_can_be_captured_and_replayed(kernels) -> None:
 
     def layer() -> torch.Tensor:
         ids, weights = router.top_k(logits, None, 3, sigmoid=True, normalise=True)
-        lists = moe.token_lists(ids, weights, 8, config.block_rows)
+        lists = row_lists.token_lists(ids, weights, 8, config.block_rows)
         lanes = torch.empty(40, 3, 512, dtype=BF16, device="cuda")
         moe.compute(x, None, experts, lists, lanes.flatten(0, 1), config)
         return kernels.sum_lanes(lanes, ids, BF16)

@@ -26,7 +26,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: torch's 
 if not triton.knobs.runtime.interpret:
     pytest.skip("set TRITON_INTERPRET=1 to run the GPU kernels on the CPU", allow_module_level=True)
 
-from interlock.kernels.triton import moe, norm, router  # noqa: E402
+from interlock.kernels.triton import moe, norm, router, row_lists  # noqa: E402
 from interlock.kernels.triton.attention import paged_attention  # noqa: E402
 from interlock.kernels.triton.fp8_rows import quantise_rows, quantise_to_places  # noqa: E402
 from interlock.kernels.triton.kernels import TritonKernels  # noqa: E402
@@ -40,10 +40,10 @@ REFERENCE = TorchKernels()
 @pytest.mark.parametrize("unused", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("launches", [1, 3])
 def test_row_lists_equal_a_stable_sort(tokens, k, experts, block_rows, unused, launches, monkeypatch) -> None:
-    monkeypatch.setattr(moe, "LANES_AT_ONCE", 4096 if launches == 1 else 0)
+    monkeypatch.setattr(row_lists, "LANES_AT_ONCE", 4096 if launches == 1 else 0)
     k = min(k, experts)
     ids, weights = random_routes(tokens, k, experts, device="cpu", unused=unused)
-    got = moe.token_lists(ids, weights, experts, block_rows)
+    got = row_lists.token_lists(ids, weights, experts, block_rows)
     want = reference_lists(ids, weights, experts, block_rows)
     blocks = int(got.block_count)
     assert blocks == int(want.block_count)
@@ -61,11 +61,11 @@ def test_row_lists_equal_a_stable_sort(tokens, k, experts, block_rows, unused, l
 @pytest.mark.parametrize("tokens", [1, 16, 40])
 @pytest.mark.parametrize("launches", [1, 3])
 def test_rows_are_quantised_beside_the_lists(tokens, launches, monkeypatch) -> None:
-    monkeypatch.setattr(moe, "LANES_AT_ONCE", 4096 if launches == 1 else 0)
+    monkeypatch.setattr(row_lists, "LANES_AT_ONCE", 4096 if launches == 1 else 0)
     ids, weights = random_routes(tokens, 4, 5, device="cpu", unused=0.2)
     x = torch.randn(tokens, 1280)
-    lists, values, scales = moe.lists_and_rows(x, ids, weights, 5, 16)
-    alone = moe.token_lists(ids, weights, 5, 16)
+    lists, values, scales = row_lists.lists_and_rows(x, ids, weights, 5, 16)
+    alone = row_lists.token_lists(ids, weights, 5, 16)
     blocks, places = int(alone.block_count), int((ids >= 0).sum())
     assert torch.equal(lists.blocks[:, :blocks], alone.blocks[:, :blocks])
     for name in ("source", "target", "weight"):
@@ -81,7 +81,7 @@ def test_lists_with_room_for_more_are_walked_over(monkeypatch) -> None:
     experts = float32_experts(4, 96, 64)
     counts = torch.tensor([0, 17, 3, 0], dtype=torch.int32)
     x = torch.randn(4 * 40, 96)
-    lists = moe.segment_lists(counts, None, 40, 160, None, 16)
+    lists = row_lists.segment_lists(counts, None, 40, 160, None, 16)
     assert lists.sparse
     out = torch.full((160, 96), float("nan"))
     moe.compute(x, None, experts, lists, out, config)
@@ -97,7 +97,7 @@ def test_lists_with_room_for_more_are_walked_over(monkeypatch) -> None:
 def test_segments_are_cut_into_blocks() -> None:
     counts = torch.tensor([0, 1, 40, 17], dtype=torch.int32)
     psum = torch.tensor([0, 1, 56, 81], dtype=torch.int32)
-    lists = moe.segment_lists(counts, psum, 0, 96, None, 16)
+    lists = row_lists.segment_lists(counts, psum, 0, 96, None, 16)
     rows = [tuple(block) for block in lists.blocks.T[: int(lists.block_count)].tolist()]
     assert rows == [
         (1, 0, 1, 0, 1),
@@ -108,7 +108,7 @@ def test_segments_are_cut_into_blocks() -> None:
         (3, 80, 81, 4, 2),
     ]
     assert int(lists.end) == 81
-    slab = moe.segment_lists(counts, None, 48, 4 * 48, None, 16)
+    slab = row_lists.segment_lists(counts, None, 48, 4 * 48, None, 16)
     assert int(slab.end) == 3 * 48 + 17
     assert slab.blocks[1, : int(slab.block_count)].tolist() == [48, 96, 112, 128, 144, 160]
 
@@ -142,7 +142,7 @@ def test_grouped_gemms() -> None:
     ids, weights = random_routes(20, 2, 3, device="cpu", unused=0.2)
     x = torch.randn(20, 96)
     out = torch.full((20, 2, 96), float("nan"))
-    moe.compute(x, None, experts, moe.token_lists(ids, weights, 3, 16), out.flatten(0, 1), config)
+    moe.compute(x, None, experts, row_lists.token_lists(ids, weights, 3, 16), out.flatten(0, 1), config)
     live = ids >= 0
     want = reference_lanes(x, ids, weights, experts)
     assert relative(out[live], want[live]) < 1e-5

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from interlock.kernels.base import CompileShare, ExpertRows, PackedExperts, PackedWeight, QuantisedRows
-from interlock.kernels.triton import attention, draw, linear, moe, norm, rope
+from interlock.kernels.triton import attention, draw, linear, moe, norm, rope, row_lists
 from interlock.kernels.triton.compile_ahead import TritonCompiler
 from interlock.kernels.triton.dense_products import DenseProducts
 from interlock.kernels.triton.expert_tensors import GROUP, ExpertTensors, pad_width, quantise_blocks
@@ -158,7 +158,7 @@ class TritonKernels:
         config = moe_config(experts, places)
         psum = rows.offsets[1:].to(torch.int32)
         counts = psum - rows.offsets[:-1].to(torch.int32)
-        cuts = moe.segment_lists(counts, psum, 0, places, rows.weight, config.block_rows)
+        cuts = row_lists.segment_lists(counts, psum, 0, places, rows.weight, config.block_rows)
         lists = RowLists(
             rows.source.to(torch.int32),
             rows.target.to(torch.int32),

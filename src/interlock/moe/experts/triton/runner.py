@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from interlock.kernels.triton import moe
+from interlock.kernels.triton import moe, row_lists
 from interlock.kernels.triton.expert_tensors import ExpertTensors, pad_width
 from interlock.kernels.triton.row_blocks import RowLists
 from interlock.kernels.triton.tuned import MoeConfig, MoeShape, load_table, nearest
@@ -96,7 +96,7 @@ class GroupedRunner(ABC):
         if config.pipelined:
             return self._row_lists(rows, rows.ids.numel(), config.block_rows), rows.rows, None
         held, lanes = self._spec.num_experts, rows.ids.numel()
-        lists, values, scales = moe.lists_and_rows(
+        lists, values, scales = row_lists.lists_and_rows(
             rows.rows,
             rows.ids,
             rows.weights,
@@ -110,11 +110,11 @@ class GroupedRunner(ABC):
         if isinstance(rows, ReplicatedRows):
             held = self._spec.num_experts
             sparse = self._spec.local_rows(places) < places
-            return moe.token_lists(rows.ids, rows.weights, held, block_rows, sparse=sparse)
+            return row_lists.token_lists(rows.ids, rows.weights, held, block_rows, sparse=sparse)
         weights = None if rows.weights is None else rows.weights.reshape(-1)
         if isinstance(rows, ContiguousRows):
-            return moe.segment_lists(rows.counts, rows.psum, 0, places, weights, block_rows)
-        return moe.segment_lists(rows.counts, None, rows.rows.shape[1], places, weights, block_rows)
+            return row_lists.segment_lists(rows.counts, rows.psum, 0, places, weights, block_rows)
+        return row_lists.segment_lists(rows.counts, None, rows.rows.shape[1], places, weights, block_rows)
 
     def _config(self, rows: int) -> MoeConfig:
         if rows not in self._configs:
