@@ -74,13 +74,17 @@ async def serving(app: ASGIApp, port: int = 0) -> AsyncIterator[tuple[str, Calla
     server = uvicorn.Server(config)
     task = asyncio.create_task(server._serve(sockets=[listener]))
 
-    async def stop() -> None:
+    def abort_connections() -> None:
         for connection in list(server.server_state.connections):
             if transport := getattr(connection, "transport", None):
                 transport.abort()
+
+    async def stop() -> None:
+        abort_connections()
         server.should_exit = server.force_exit = True
         await task
         listener.close()
+        abort_connections()  # accepted meanwhile, they would be answered for as long as they are kept
 
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", stop

@@ -15,6 +15,8 @@ from interlock.engine.messages import Heartbeat, RankLoad
 
 HEARTBEAT_SECONDS = 0.5
 REPORT_SECONDS = 1.0
+LAUNCHER_IS_GONE = 3
+"""Exit code of a rank that ends because the process that started it has."""
 
 
 class Activity:
@@ -93,6 +95,6 @@ def watch_launcher(descriptor: int) -> None:
     def watch() -> None:
         while os.read(descriptor, 1):
             continue
-        os._exit(3)
+        os._exit(LAUNCHER_IS_GONE)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import msgspec
 import zmq
@@ -62,22 +62,25 @@ class RemoteNode:
         """
         address = f"ipc://{self._directory}/reports"
         self._reports.bind(address)
+        try:
+            with _on_signal(self._leave):
+                return self._run_ranks(address)
+        finally:
+            self._context.destroy(linger=0)
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _run_ranks(self, reports: str) -> int:
         first, last = self._place.ranks[0], self._place.ranks[-1]
         logger.info(
             "node %d: ranks %d to %d of %d; requests are answered on node 0, which is awaited at %s",
             *(self._place.node_rank, first, last, self._plan.tp_size, self._plan.dist_init),
         )
-        ranks = RankProcesses(self._plan, self._place, store=self._place.resolved_store(), reports=address)
-        try:
-            with _on_signal(self._leave):
-                self._watch(ranks)
+        store = self._place.resolved_store()
+        with closing(RankProcesses(self._plan, self._place, store=store, reports=reports)) as ranks:
+            self._watch(ranks)
             if self._end is not None and self._end.is_stall:
                 logger.error("%s", stacks_text(ranks.stacks()))
             return self._outcome(ranks.exits())
-        finally:
-            ranks.close()
-            self._context.destroy(linger=0)
-            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _watch(self, ranks: RankProcesses) -> None:
         """Until the front end has spoken, or a rank is gone and there was time to say why, or time is up."""

@@ -19,7 +19,7 @@ import zmq
 from interlock.engine.disaggregation.start import bind_waker, rank_part, wake_message
 from interlock.engine.endpoints import Endpoints, Linked, RankSpec
 from interlock.engine.grammar import GrammarGate
-from interlock.engine.heartbeat import Activity, heartbeat, watch_launcher
+from interlock.engine.heartbeat import LAUNCHER_IS_GONE, Activity, heartbeat, watch_launcher
 from interlock.engine.load_report import LoadReport
 from interlock.engine.messages import RankFailed, RankReady
 from interlock.engine.model_runner import ModelRunner
@@ -52,7 +52,10 @@ CONSEQUENCES = (
 def main() -> None:
     """One rank, told what to be by the first line of standard input."""
     steady_heap()
-    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankSpec)
+    told = sys.stdin.buffer.readline()
+    if not told.endswith(b"\n"):
+        sys.exit(LAUNCHER_IS_GONE)
+    spec = msgspec.json.decode(told, type=RankSpec)
     watch_launcher(sys.stdin.fileno())
     answer_with_stacks(spec.stacks)
     configure(spec.plan.log_level, spec.plan.log_format, rank=spec.rank)
