@@ -190,7 +190,7 @@ class Diagnostician:
         )
         if self.control.cuda_graph_sizes == self.candidate.cuda_graph_sizes:
             return Diagnosis(Cause.UNEXPLAINED, text + GRAPHS_ASIDE, False)
-        text += "decode attention cuts a sequence's keys by the size of the graph, so sums have another order"
+        text += "kernels are chosen by the size of the graph, so sums may have another order"
         if case.finding.outcome is Outcome.ROUNDING:
             return Diagnosis(Cause.GRAPHS, text, not self._promised)
         return Diagnosis(Cause.UNEXPLAINED, f"{text}, but this is more than rounding; {GRAPHS_ASIDE}", False)
